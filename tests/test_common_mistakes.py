@@ -372,6 +372,10 @@ def test_each_misreading_of_blocks_is_named(of: str, models: Models, tmp_path: P
     for mistake in misread(of):
         if one_block and "row" in mistake.text:  # which is right then, or another of these
             continue
+        info = file.tensors[op.weights[0].name]
+        if torch.equal(misreading(mistake, file, info), values_of(file, info)):
+            assert mistake.name == "block_scale_subnormal"  # whose scales are all normal here
+            continue
         wrong = reading(op, lambda file, info, m=mistake: misreading(m, file, info))
         found = said(traced(graph.changed(wrong), file, tmp_path / "t.trace", TOKENS, n_decode=0), model)
         assert {name for name, _ in found} == {mistake.name}

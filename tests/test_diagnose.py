@@ -1,16 +1,20 @@
 """Planted mistakes are found by the candidate's trace alone, at every layer, and called by their names."""
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import logits_of, some_of, trace_graph
+from conftest import Models, logits_of, some_of, trace_graph
 
-from tracediff.diagnose.budget import OutOfTime
+from tracediff.diagnose.budget import Budget, OutOfTime
 from tracediff.diagnose.error_shape import describe
+from tracediff.diagnose.explain import Explainer
+from tracediff.diagnose.judged import replay_and_explain
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.mistake import Context
 from tracediff.diagnose.planting import plant
@@ -29,6 +33,10 @@ from tracediff.numerics.kinds.attention import weighted_values
 from tracediff.numerics.kinds.linear import linear
 from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import Effort, check_trace, compare_traces
+from tracediff.replay.composing import Composing
+from tracediff.replay.judging import Subject
+from tracediff.replay.plan import Choice
+from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
@@ -697,6 +705,58 @@ def test_a_number_that_no_list_holds_is_told_from_hidden_states(models, tmp_path
     assert all("rope's base is 12345 instead of" in op.cause.text for op in faulty)
 
 
+def test_a_known_mistake_in_all_layers_is_asked_before_an_arithmetic_is_composed(
+    models: Models, torch_trace: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To compose one takes as many passes as there are ways to do its parts."""
+
+    def never(*_: object) -> Choice:
+        raise AssertionError("an arithmetic is composed")
+
+    monkeypatch.setattr(Composing, "composed", never)
+    model = models("qwen2")
+    trace = torch_trace(model, capture="layers", faults=("rope_theta",))
+    (finding,) = check_trace(trace, model).findings
+    assert "rope's base is" in finding.text
+    assert finding.text.startswith("all ")
+
+
+def test_what_was_found_is_said_where_the_time_is_over_before_all_were_asked(
+    models: Models, torch_trace: Callable[..., Path]
+) -> None:
+    """Of a mistake in all layers behind hidden states: nothing was, and each layer was "wrong"."""
+
+    class Asked(Budget):
+        """Over when it was asked so often."""
+
+        def __init__(self, most: float) -> None:
+            super().__init__(math.inf)
+            self.n, self.most = 0, most
+
+        def check(self) -> None:
+            self.n += 1
+            if self.n > self.most:
+                raise OutOfTime
+
+    model = Model(models("qwen2"))
+    path = torch_trace(model.path, capture="layers", faults=("rope_theta",))
+    (judged,) = replay_and_explain(model, [Subject(Trace(path), {})])
+    ops = [
+        OpResult(op, step, layer_of(op), "", "faulty" if local.faulty else "ok", local=local)
+        for (step, op), local in judged.locals.items()
+    ]
+    members = [at for at, op in enumerate(ops) if op.status == "faulty"]
+
+    def named(budget: Asked) -> set[int]:
+        found = Explainer(judged.replay).of(ops, members, budget, lambda fraction: None)
+        assert all(found[at].sought is bool(found[at].cause) for at in members)
+        return {at for at in members if found[at].cause}
+
+    endless = Asked(math.inf)
+    assert named(endless) == {*members}
+    assert 0 < len(named(Asked(endless.n - 1))) < len(members)
+
+
 def test_an_epsilon_that_the_file_has_is_said_to_be_the_files(tiny, tmp_path: Path) -> None:
     """llama.cpp's builder of qwen2vl does not read it."""
     model = Model(tiny("qwen2vl"))
@@ -705,7 +765,8 @@ def test_an_epsilon_that_the_file_has_is_said_to_be_the_files(tiny, tmp_path: Pa
     wrong = model.graph.changed(norm.with_attrs(eps=1e-6))
     trace = trace_graph(wrong, model.file, tmp_path / "t.trace", range(1, 7))
     (finding,) = check_trace(trace, model).findings
-    assert finding.text.endswith("eps is 1e-06, as the file says; llama.cpp's graph of this model has 0.")
+    said = "eps is 1e-06, the file's attention.layer_norm_rms_epsilon; llama.cpp's graph of this model has 0."
+    assert finding.text.endswith(said)
 
 
 def test_a_factor_in_the_sigmoid_is_told_from_hidden_states(models, tmp_path: Path) -> None:

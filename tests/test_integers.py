@@ -48,6 +48,19 @@ def by_the_first_scale(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return q, first, first
 
 
+def by_the_first_tokens_scale(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One scale of a row, and that of the first row for all."""
+    first = np.abs(x[:1]).max((1, 2), keepdims=True).astype(np.float32) / np.float32(127)
+    scales = np.broadcast_to(first, (*x.shape[:2], 1))
+    return np.clip(np.rint(x / scales), -127, 127), scales, scales
+
+
+def of_overlapping_sixteenths(q: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Of blocks of 256: i and i + 1, where 2 i and 2 i + 1 belong."""
+    each = q.reshape(len(q), -1, 16, 16).sum(3) * scales.reshape(len(q), -1, 8).repeat(2, axis=2)
+    return (each[..., :8] + each[..., 1:9]).reshape(len(q), -1)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """Of one Q4_K matrix: sums of integers, and of minima times sums of activations. Of any other without `fields`."""
@@ -108,6 +121,15 @@ def engine(model: Model, wrong: Callable[[Fields], Kernel]) -> tuple[Graph, set[
         pytest.param(
             lambda fields: Kernel(fields, sums=lambda q, d: q[:1].sum(2) * d[..., 0]),
             "is multiplied by the sum of the integers of token 0, with its own scale",
+            marks=pytest.mark.slow,
+        ),
+        (
+            lambda fields: Kernel(fields, by_the_first_tokens_scale),
+            " are divided and multiplied by the scale of the step's first token",
+        ),
+        pytest.param(
+            lambda fields: Kernel(fields, sums=of_overlapping_sixteenths),
+            "is multiplied by the sum of sixteenths i and i + 1 of its block's activations, where 2 i and 2 i + 1",
             marks=pytest.mark.slow,
         ),
     ],

@@ -55,7 +55,7 @@ MAY = {
     },
     "tracediff.itself": {"engine", "errors", "files", "findings", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
-    "tracediff.reproduce": {"audit", "errors", "files", "model", "numerics", "pipeline", "replay", "trace"},
+    "tracediff.reproduce": {"audit", "diagnose", "errors", "files", "model", "numerics", "pipeline", "replay", "trace"},
     "tracediff.bundle": {
         "english", "compare", "errors", "files", "findings", "model", "names", "printable", "report", "result", "trace",
         "versions",

@@ -1,6 +1,7 @@
 """Causes: known mistakes as small changes to a graph, which plant faults and explain them alike.
 
-`judged` has the records of traces judged by replay, and those that are faulty explained. Where weights are wrong in
+`judged` has the records of traces judged by replay, and those that are faulty explained; `beforehand` it is asked
+whether a known mistake explains what no usual arithmetic does, so that no other is sought. Where weights are wrong in
 memory `held` judges what was made with these once more; values that are `cut_off` are named as that; `misnamed` asks
 whether values stand under each other's names, `undone` whether what follows mistaken ops is right without them, and
 what read an `overwritten` record is not judged. Then `explain` takes records of one `kin` together: `search` looks

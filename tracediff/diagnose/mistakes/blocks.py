@@ -55,6 +55,13 @@ def _naive(scales: np.ndarray) -> np.ndarray:
     return np.concatenate((scales[:, :4], scales[:, 4:] & 15), 1)
 
 
+def _subnormals(bits: np.ndarray, times: float, more: float) -> np.ndarray:
+    """Float16 where subnormal numbers, below 2^-14, are so many times what they are, and so much larger."""
+    right = bits.view(np.float16).astype(np.float32)
+    other = times * right + np.copysign(more, right)
+    return np.where(np.abs(right) < 2.0**-14, other, right)
+
+
 _SCALES = (
     BlockMistake("block_scale", "a block of {} has the scale of the next one", _ALL,
                  lambda f: f.of(np.roll(_at(f), -1))),
@@ -69,6 +76,13 @@ _SCALES = (
     BlockMistake("block_scale_bits", "{}'s scales, which are float16, are read as bfloat16",
                  tuple(type_ for type_ in _ALL if type_ != "MXFP4"),
                  lambda f: replace(f, read=lambda bits: to_float(bits, "bf16"))),
+    BlockMistake("block_scale_subnormal", "{}'s float16 scales are 0 where they are subnormal, below 6.1e-5",
+                 tuple(type_ for type_ in _ALL if type_ != "MXFP4"),
+                 lambda f: replace(f, read=lambda bits: _subnormals(bits, 0.0, 0.0))),
+    BlockMistake("block_scale_subnormal",
+                 "{}'s float16 scales are read as if none was subnormal: those below 6.1e-5 as 2^-15 (1 + m)",
+                 tuple(type_ for type_ in _ALL if type_ != "MXFP4"),
+                 lambda f: replace(f, read=lambda bits: _subnormals(bits, 0.5, 2.0**-15))),
     BlockMistake("q4_k_scales", "{}'s 6-bit scales of sub-blocks 4 to 7 are unpacked like those of the first four",
                  _OF_256, lambda f: _scales(f, _naive), "aprender#2141"),
     BlockMistake("q4_k_scales_dropped", "{}'s sub-block scales are dropped", _IN_PARTS[:-1],
@@ -178,6 +192,7 @@ BLOCK_MISTAKES = (*_SCALES, *_OFFSETS, *_ORDERS)
 _TEXTS = {
     "block_scale": "blocks have the scale of another block",
     "block_scale_bits": "the float16 scale of a block is read as bfloat16",
+    "block_scale_subnormal": "the float16 scale of a block is converted without a care for subnormal numbers",
     "q4_k_scales": "K-quants' 6-bit scales of sub-blocks 4 to 7 are unpacked like those of the first four",
     "q4_k_scales_dropped": "K-quants' sub-block scales are dropped",
     "block_subscales": "sub-blocks have the scales of others",

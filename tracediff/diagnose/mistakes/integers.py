@@ -47,17 +47,21 @@ class _Rounding:
         return noise_of(right, replace(made, arithmetic=arithmetic))
 
     def _arithmetic(self, other: Arithmetic) -> Arithmetic:
-        return replace(other, operands=self.operands)
+        # Sums in float32 err no less than those of integers, whichever the engine has.
+        return replace(
+            other, operands=self.operands, accumulate="f32" if other.accumulate == "i32" else other.accumulate
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Integers(_Rounding):
     """The same in blocks of 8-bit integers that are made or scaled otherwise. `of` blocks share what belongs to each;
-    0: all of a row.
+    0: all of a row; `of_token`: those of all tokens what belongs to the first one's.
     """
 
     how: str
     of: int = 0
+    of_token: bool = False
 
     def rounded(self, call: Call, x: Tensor, name: str) -> Tensor:
         """The activations by these integers."""
@@ -69,13 +73,15 @@ class _Integers(_Rounding):
         assert isinstance(blocks, Blocks)
         quotients, scales, _ = blocks.grid(x.float())
         scales = scales.to(blocks.scales).float()
-        first = scales.unflatten(-2, (-1, self.of or scales.shape[-2]))[..., :1, :]
-        first = first.expand(*first.shape[:-2], self.of or scales.shape[-2], 1).flatten(-3, -2)
+        each = x.float().unflatten(-1, (scales.shape[-2], -1))
+        first = self._first(scales)
         match self.how:
+            case "both":
+                values = torch.round(each / first).clamp(-127, 127) * first
             case "scaled":
                 values = torch.round(quotients) * first
             case "divided":
-                values = _as_bytes(quotients * scales / first) * scales
+                values = _as_bytes(each / first) * scales
             case "by 128":
                 values = _as_bytes(quotients * (128 / 127)) * scales
             case _:
@@ -83,18 +89,26 @@ class _Integers(_Rounding):
                 values = _as_bytes(quotients * scales / largest) * largest
         return values.flatten(-2).to(x.dtype)
 
+    def _first(self, scales: Tensor) -> Tensor:
+        """The scales that stand for all, in the shape of these, [T, blocks, 1]."""
+        if self.of_token:
+            return scales[:1].expand_as(scales)
+        first = scales.unflatten(-2, (-1, self.of or scales.shape[-2]))[..., :1, :]
+        return first.expand(*first.shape[:-2], self.of or scales.shape[-2], 1).flatten(-3, -2)
+
     @property
     def words(self) -> str:
         """For a reader."""
         words = rounding_named(self.operands).words
-        whose = f"each {self.of}" if self.of else "the row"
+        whose = "the first block of " + (f"each {self.of}" if self.of else "the row")
+        whose = "the step's first token" if self.of_token else whose
         match self.how:
+            case "both":
+                return f"activations in {words} are divided and multiplied by the scale of {whose}"
             case "scaled":
-                return (
-                    f"activations in {words}: their integers are multiplied by the scale of the first block of {whose}"
-                )
+                return f"activations in {words}: their integers are multiplied by the scale of {whose}"
             case "divided":
-                return f"activations in {words} are divided by the scale of the first block of {whose}"
+                return f"activations in {words} are divided by the scale of {whose}"
             case "by 128":
                 return f"activations in {words}: the largest becomes 128, which is no 8-bit integer, where 127 belongs"
         return f"activations in {words} are scaled by their largest value, where the largest magnitude belongs"
@@ -119,10 +133,13 @@ def _miscounted(op: Op, context: Context) -> Variants:
         if columns % width:
             continue
         in_ggml = [256 // width] if width < 256 < columns and columns % 256 == 0 else []  # of a block of K-quants
-        shared = [(how, of) for how in ("scaled", "divided") for of in (0, *in_ggml) if columns > width]
-        ways = [*shared, ("by 128", 0), ("signed", 0)]
-        for how, of in ways if context.seen else ways[:1]:  # behind other ops each takes passes of all weights
-            wrong = _Integers(name, how, of)
+        shared = [(how, of, False) for how in ("scaled", "divided") for of in (0, *in_ggml) if columns > width]
+        tokens = [(how, 0, True) for how in ("both", "scaled", "divided")]
+        ways = [*shared, *tokens, ("by 128", 0, False), ("signed", 0, False)]
+        for how, of, of_token in (
+            ways if context.seen else ways[:1]
+        ):  # behind other ops each takes passes of all weights
+            wrong = _Integers(name, how, of, of_token)
             if is_near(op, context, of_input=wrong.values):
                 yield replace(op, rework=wrong), wrong.words
 

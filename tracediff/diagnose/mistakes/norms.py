@@ -59,8 +59,10 @@ def _eps(op: Op, context: Context) -> Variants:
     for eps in (1e-5, 1e-6, 1e-12, 1e-8, 0.0, 1e-4, 1e-3, 1e-7):
         if not (math.isclose(eps, right) or math.isclose(eps, of_sum, rel_tol=1e-6)):
             said = "1e-12 or 0" if eps == 1e-12 else f"{eps:g}"  # float32 cannot tell these
-            if _is_of_the_file(eps, context):  # which some builders of llama.cpp's do not read
-                words = f"eps is {said}, as the file says; llama.cpp's graph of this model has {right:g}"
+            if theirs := _key_of(eps, context):
+                ours = _key_of(right, context)  # some builders of llama.cpp's read none
+                belongs = f"its {ours} belongs," if ours else "llama.cpp's graph of this model has"
+                words = f"eps is {said}, the file's {theirs}; {belongs} {right:g}"
             else:
                 words = f"eps is {said} instead of {right:g}"
             yield op.with_attrs(eps=eps), words
@@ -72,11 +74,12 @@ def _eps(op: Op, context: Context) -> Variants:
         yield _adding(op, number)
 
 
-def _is_of_the_file(eps: float, context: Context) -> bool:
-    """Whether the file has this epsilon."""
+def _key_of(eps: float, context: Context) -> str:
+    """Under which key the file has this epsilon, without the architecture's name; empty for none."""
     said = context.file.metadata.items()
-    own = [value for key, value in said if key.endswith((".layer_norm_rms_epsilon", ".layer_norm_epsilon"))]
-    return any(isinstance(value, float) and math.isclose(value, eps, rel_tol=1e-5) for value in own)
+    own = {key: value for key, value in said if key.endswith((".layer_norm_rms_epsilon", ".layer_norm_epsilon"))}
+    alike = (k for k, v in own.items() if isinstance(v, float) and math.isclose(v, eps, rel_tol=1e-5))
+    return next(alike, "").partition(".")[2]
 
 
 def _centred(op: Op, x: Tensor) -> Tensor:

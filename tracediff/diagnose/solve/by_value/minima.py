@@ -28,13 +28,15 @@ _TOKENS = 8  # by which sums are told
 _ROWS = 1 << 11  # of the matrix, the same
 _SAME = 1e-3  # of the root mean square of the sums: a look, no verdict
 _HALVES = ("first", "second")
+_PARTS = 8  # of a block of Q4_K and Q5_K, whose activations q8_K adds up by sixteenths (ggml-common.h)
 
 
 @dataclass(frozen=True, slots=True)
 class OtherSums:
     """Computes a linear op whose minima are multiplied by other sums: `Op.rework`. Those `of` a "half" of each part's
-    activations, of another "token" or of that one's "integers", or of the integers alone ("unscaled"). Those of other
-    parts are minima of other parts, which `blocks` finds.
+    activations, of two "sixteenths" of a block of which the next ones take one again, of another "token" or of that
+    one's "integers", or of the integers alone ("unscaled"). Those of other parts are minima of other parts, which
+    `blocks` finds.
     """
 
     of: str
@@ -66,6 +68,9 @@ class OtherSums:
         match self.of:
             case "half":
                 return x.unflatten(-1, (parts, 2, -1)).sum(-1)[..., self.n]
+            case "sixteenths":
+                each = x.unflatten(-1, (-1, 2 * _PARTS, x.shape[-1] // parts // 2)).sum(-1)
+                return (each[..., :_PARTS] + each[..., 1 : _PARTS + 1]).flatten(1)
             case "token":
                 return own[self.n : self.n + 1].expand(own.shape)
             case "unscaled" | "integers":
@@ -83,6 +88,8 @@ class OtherSums:
         match self.of:
             case "half":
                 sums = f"the sum of the {_HALVES[self.n]} half of its activations alone"
+            case "sixteenths":
+                sums = "the sum of sixteenths i and i + 1 of its block's activations, where 2 i and 2 i + 1 belong"
             case "token":
                 sums = f"the sum of the activations of token {self.n}"
             case "integers":
@@ -99,15 +106,17 @@ def variants(problem: Problem) -> Iterator[Solved]:
         return
     x, taken = there
     near = _SAME * float(taken.square().mean().sqrt())
-    for sums in _tried(len(x), problem.arithmetic.operands):
+    for sums in _tried(*x.shape, taken.shape[1], problem.arithmetic.operands):
         made = sums.taken(x, taken.shape[1])[: len(taken)]
         if bool(((made - taken).abs() <= near).all()):
             yield Solved((replace(op, rework=sums),), sums.words, _BITS, _LOOK)
 
 
-def _tried(n_tokens: int, operands: str) -> Iterator[OtherSums]:
+def _tried(n_tokens: int, n_in: int, parts: int, operands: str) -> Iterator[OtherSums]:
     tokens = range(min(n_tokens, _TOKENS))
     yield from (OtherSums("half", n) for n in range(2))
+    if n_in == parts * 256 // _PARTS:
+        yield OtherSums("sixteenths")
     yield from (OtherSums("token", n) for n in tokens)
     if isinstance(rounding_named(operands), Blocks):
         yield OtherSums("unscaled", blocks=operands)
