@@ -661,6 +661,11 @@ def test_an_activation_that_is_approximated_is_said_to_follow_from_its_input() -
     assert said in describe(exact + by, exact, ("token", "channel"), inputs=[x])
     assert said in describe((exact + by) * up, exact * up, ("token", "channel"), inputs=[x, up])
     assert said not in describe(exact + by.flip(0), exact, ("token", "channel"), inputs=[x])
+    # A cutoff of each token's own, most of what is off by it lying below all of them.
+    x = 2 * torch.randn(17, 256, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    of_all, of_each = torch.full((17, 1), 4.0, dtype=torch.float64), torch.linspace(3.4, 4.6, 17, dtype=torch.float64)
+    assert said in describe(torch.relu(x - of_all), x, ("token", "channel"), inputs=[x])
+    assert said not in describe(torch.relu(x - of_each[:, None]), x, ("token", "channel"), inputs=[x])
 
 
 def test_exponentials_that_are_approximated_are_said_to_follow_from_their_scores() -> None:
@@ -755,6 +760,17 @@ def test_what_was_found_is_said_where_the_time_is_over_before_all_were_asked(
     endless = Asked(math.inf)
     assert named(endless) == {*members}
     assert 0 < len(named(Asked(endless.n - 1))) < len(members)
+
+
+def test_an_epsilon_that_the_file_has_under_another_key_is_called_by_both(models: Models, tmp_path: Path) -> None:
+    """Not "as the file says", as if llama.cpp did otherwise."""
+    model = Model(models("qwen2"))
+    norm = model.graph["blk.0.attn_norm"]
+    model.file.metadata["qwen2.attention.layer_norm_epsilon"] = 1e-5
+    trace = trace_graph(model.graph.changed(norm.with_attrs(eps=1e-5)), model.file, tmp_path / "t.trace", range(1, 7))
+    (finding,) = check_trace(trace, model).findings
+    said = "eps is 1e-05, the file's attention.layer_norm_epsilon; its attention.layer_norm_rms_epsilon belongs, 1e-06."
+    assert finding.text == f"attn_norm in layer 0: {said}"
 
 
 def test_an_epsilon_that_the_file_has_is_said_to_be_the_files(tiny, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.activation import swiglu
 from tracediff.numerics.kinds.attention import scores, softmax, weighted_values
 from tracediff.numerics.kinds.kind import Call
-from tracediff.numerics.kinds.linear import columns, linear
+from tracediff.numerics.kinds.linear import columns, linear, mul_mat
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import read_as, rounding_named
 from tracediff.numerics.schemes import SCHEMES, WAYS, scheme_named
@@ -2018,3 +2018,29 @@ def test_only_norms_of_half_precision_may_be_cast_back_to_it(mistaken: str, mode
     result = check_trace(trace_graph(model.graph.changed(*changes), model.file, tmp_path / "t.trace", TOKENS), model)
     assert {op.op for op in result.faulty} == {op.name for op in norms if op.name.endswith(mistaken)}
     assert {op.cause and op.cause.name for op in result.faulty} == {"norm_rounded_before_weight"}
+
+
+def test_both_operands_of_a_matmul_of_values_may_be_rounded(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """As torch.autocast does with Gemma 3n's streams and their coefficients: neither is a cache."""
+    model = Model(tiny("gemma3n"))
+
+    def rounded(a: Tensor, b: Tensor) -> Tensor:
+        return mul_mat(a.bfloat16().to(a), b.bfloat16().to(b))
+
+    products = [op for op in model.graph if op.kind == "mul_mat" and not op.weights and not any(op.past)]
+    assert products
+    wrong = [replace(op, function=rounded) for op in products]
+    trace = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "t.trace", range(1, 6))
+    result = check_trace(trace, model)
+    assert result.verdict == "match"
+    found = {op.op: op.arithmetic for op in result.ops}
+    assert {found[op.name] for op in products} == {"operands in bfloat16"}
+
+
+def test_axes_that_come_before_the_tokens_are_no_heads(tiny: Callable[[str], Path]) -> None:
+    """Of attention they are; Gemma 3n has streams, and a row of each layer."""
+    graph = Model(tiny("gemma3n")).graph
+    names = {
+        name: KINDS[graph[name].kind].axis_names(graph[name], 3) for name in ("blk.0.corrected", "blk.0.attn_probs")
+    }
+    assert names == {"blk.0.corrected": ("slice", "token", "channel"), "blk.0.attn_probs": ("head", "token", "key")}

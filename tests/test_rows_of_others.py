@@ -21,6 +21,7 @@ from tracediff.engine.torch_engine import Cache, StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
+from tracediff.model.weights import reading, values_of
 from tracediff.names import StepOf, split
 from tracediff.numerics.kinds import KINDS
 from tracediff.pipeline import Effort, check_trace
@@ -225,3 +226,18 @@ def test_a_state_that_is_not_cleared_for_another_sequence_is_told(
     assert {str(op.step) for op in result.faulty} == {"2 of sequence 1"}
     (finding,) = result.findings
     assert finding.text.endswith("the sequence begins with what another left: its state is not cleared.")
+
+
+def test_a_token_that_is_fed_the_one_before_is_told(models: Models, tmp_path: Path) -> None:
+    """Not "the number of channels is taken for 768", which gave the right row in one step of three."""
+    model = Model(models("qwen3"))
+    late = {11: 33, 205: 11, 78: 205}
+    ids = torch.tensor([late.get(token, token) for token in range(model.graph.hparams.n_vocab)])
+    wrong = reading(model.graph["token_embd"], lambda file, info: values_of(file, info)[ids])
+    graph = model.graph.changed(wrong)
+    trace = trace_graph(graph, model.file, tmp_path / "t.trace", [1, 256, 17, 33], *([token] for token in late))
+    (finding,) = check_trace(trace, model).findings
+    assert finding.text == (
+        "token_embd, in steps 1 to 3: rows are those of earlier tokens (token_embd in step 1: the row of position 4 is "
+        "that of position 3)."
+    )

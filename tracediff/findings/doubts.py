@@ -29,7 +29,16 @@ def doubts(
     for note, alike in by_note.items():
         wide = [op.resolving for op in alike if math.isfinite(op.resolving)]
         most = f" (only one above NMSE {max(wide):.2g} is sure to)" if wide and note == UNRESOLVED else ""
-        yield f"{listed(by_name(op.op for op in alike), _LISTED)}: {note}{most}{_record(alike, coverage)}"
+        where = f"{listed(by_name(op.op for op in alike), _LISTED)}{_in_some(alike, ops)}"
+        yield f"{where}: {note}{most}{_record(alike, coverage)}"
+
+
+def _in_some(alike: Sequence[OpResult], ops: Iterable[OpResult]) -> str:
+    """In which steps, where the same ops are not so in others."""
+    names, steps = {op.op for op in alike}, sorted({op.step for op in alike})
+    if not any(op.op in names and op.local and op.status != "undecided" for op in ops):
+        return ""
+    return f", in {'step' if len(steps) == 1 else 'steps'} {listed([*map(str, steps)], _LISTED)}"
 
 
 def unresolved(weights: Iterable[WeightResult], resolve: float | None) -> Iterator[str]:

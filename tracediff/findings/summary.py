@@ -115,7 +115,9 @@ def _resolving(result: Result) -> Iterator[str]:
             worst[kind] = max(worst.get(kind, op), op, key=lambda op: op.resolving)
     seen = {kind: op for kind, op in worst.items() if math.isfinite(op.resolving)}
     if seen:
-        parts = [f"above {number(op.resolving)} {kind}" for kind, op in seen.items()]
+        blind = {_sort(op) for op in result.ops if op.status == "undecided"}
+        others = {kind: kind.replace("any", "any other") if kind in blind else kind for kind in seen}
+        parts = [f"above {number(op.resolving)} {others[kind]}" for kind, op in seen.items()]
         parts[0] = parts[0].removesuffix(" by itself") if len(worst) == 1 else parts[0]
         widest = max(seen.values(), key=lambda op: op.resolving)
         yield f"A mistake of NMSE {', or '.join(parts)} would have been seen (widest: {widest.op})."
@@ -133,6 +135,8 @@ def _resolving(result: Result) -> Iterator[str]:
 
 
 def _told_by(op: OpResult) -> str:
-    if not op.local or op.local.blind:
-        return "in any op by drift alone"
-    return "at the end of any segment" if len(op.local.segment) > 1 else "in any op by itself"
+    return "in any op by drift alone" if not op.local or op.local.blind else _sort(op)
+
+
+def _sort(op: OpResult) -> str:
+    return "at the end of any segment" if op.local and len(op.local.segment) > 1 else "in any op by itself"

@@ -106,7 +106,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
         return
     x, taken = there
     near = _SAME * float(taken.square().mean().sqrt())
-    for sums in _tried(*x.shape, taken.shape[1], problem.arithmetic.operands):
+    for sums in _tried(len(x), x.shape[1], taken.shape[1], problem.arithmetic.operands):
         made = sums.taken(x, taken.shape[1])[: len(taken)]
         if bool(((made - taken).abs() <= near).all()):
             yield Solved((replace(op, rework=sums),), sums.words, _BITS, _LOOK)
