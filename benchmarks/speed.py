@@ -53,6 +53,9 @@ def least(*functions: Callable[[], object], repeats: int = REPEATS) -> list[floa
 
 def llama_cpp(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     """Decoding with every op recorded over plain decoding: statistics, then everything on disk."""
+    from tracediff_reference.child import WAITING
+
+    os.environ.update(WAITING)  # as of the process that tracediff starts: before libgomp is loaded
     import llama_cpp.llama_cpp as llama
 
     from tracediff.engine.llama_cpp import nodes
@@ -392,6 +395,20 @@ def unknown_mistake(model: Path, folder: Path) -> dict[str, tuple[float, float]]
     return {"check of hidden states, one unknown mistake / of every op, sound": (taken[1] / taken[0], 4.0)}
 
 
+def every_layer(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """The same with a known mistake in all layers, as most that engines have are; it must be named."""
+    q4, tokens, trace = in_q4_k_m(model, folder), ",".join(map(str, TOKENS[:32])), folder / "every.trace"
+    found = folder / "every.json"
+    processor("trace", q4, "--tokens", tokens, "-o", trace)
+    sound = processor("check", trace, "--model", q4)
+    processor("trace", q4, "--tokens", tokens, "--capture", "layers", "--fault", "rope_theta", "-o", trace)
+    taken = processor("check", trace, "--model", q4, "--json", found)
+    (finding,) = json.loads(found.read_text())["findings"]
+    if "rope's base is" not in finding["text"]:
+        raise RuntimeError(f"rope's base was called {finding['text']!r}")
+    return {"check of hidden states, a known mistake in all layers / of every op, sound": (taken / sound, 12.0)}
+
+
 _UNLISTED = (
     "blk.3.attn_v: head channels 11 and 19 are exchanged",
     "blk.3.ffn_norm: every value above 0.5 is 0.5",
@@ -476,6 +493,7 @@ _ALL = (
     both_sides,
     hidden_states,
     unknown_mistake,
+    every_layer,
     unlisted,
     formats,
     engines,

@@ -22,7 +22,7 @@ _LAST_LINES = 8
 # llama.cpp's threads meet after each node, thousands of times a second, and spin until all are there (libgomp: 300,000
 # turns). Where another process has the core that is a time slice each: 200 steps of a tiny model took 13 s, so they
 # take 2.
-_WAITING = {"GOMP_SPINCOUNT": "1000"}
+WAITING = {"GOMP_SPINCOUNT": "1000"}
 _DYING = {"GGML_NO_BACKTRACE": "1"}  # it would fill the last lines, and takes seconds
 
 
@@ -48,7 +48,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**_WAITING, **os.environ, **_DYING, **_library(request.options.library)},
+            env={**WAITING, **os.environ, **_DYING, **_library(request.options.library)},
         )
         assert self._child.stdin
         try:

@@ -47,7 +47,10 @@ def test_heads_in_the_order_of_checkpoints_are_said_to_be_undone(models: Models,
     result = check_trace(trace_graph(graph, model.file, tmp_path / "t.trace", TOKENS), model)
     assert {finding.mistake for finding in result.findings} == {"rope_permuted", "rope_pairing"}
     names = "attn_q, attn_k, attn_q_rope and attn_k_rope"
-    said = f"attn_scores is right without the records of {names}: undone there, or wrong in the record alone."
+    said = (
+        f"attn_scores is right if {names} are computed as should be, and not read from the records: undone there, or "
+        "wrong in the records alone."
+    )
     assert {yet(finding) for finding in result.findings} == {said}
 
 
@@ -88,7 +91,10 @@ def test_a_scale_that_is_folded_into_a_norm(factor: float, is_undone: bool, mode
     change = scaled({"output_norm": 0.25, "output": factor})
     graph = model.graph.changed(*map(change, model.graph))
     result = check_trace(trace_graph(graph, model.file, tmp_path / "t.trace", TOKENS), model)
-    said = "output is right without the record of output_norm: undone there, or wrong in the record alone."
+    said = (
+        "output is right if output_norm is computed as should be, and not read from the record: undone there, or wrong "
+        "in the record alone."
+    )
     assert [yet(finding) for finding in result.findings] == ([said, said] if is_undone else [""])
 
 
@@ -104,8 +110,10 @@ def test_a_record_that_holds_something_else_is_said_to_be_wrong_alone(models: Mo
     out.with_suffix(".bin").write_bytes(data)
     result = check_trace(out, model)
     assert {op for finding in result.findings for op in finding.ops} == {"blk.1.attn_scores", "blk.1.attn_probs"}
-    records = "the records of attn_scores and attn_probs"
-    said = f"attn_kqv is right without {records}: undone there, or wrong in the record alone."
+    said = (
+        "attn_kqv is right if attn_scores and attn_probs are computed as should be, and not read from the records: "
+        "undone there, or wrong in the records alone."
+    )
     assert {yet(finding) for finding in result.findings} == {said}
 
 

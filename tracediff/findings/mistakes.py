@@ -139,9 +139,13 @@ def _undone(ops: Sequence[OpResult]) -> str:
         return ""
     left_out = list(dict.fromkeys(local_name(name) for one in each for name in one.ops))
     follows = list(dict.fromkeys(local_name(name) for one in each for name in one.follows))
-    verb = "is" if len(follows) == 1 else "are"
-    records = f"the record{'s' * (len(left_out) > 1)} of {listed(left_out, len(left_out))}"
-    return f" Yet {listed(follows)} {verb} right without {records}: undone there, or wrong in the record alone."
+    follows = [name for name in follows if name not in left_out] or follows
+    verb, records = "is" if len(follows) == 1 else "are", "record" + "s" * (len(left_out) > 1)
+    made = f"{listed(left_out, len(left_out))} {'is' if len(left_out) == 1 else 'are'} computed as should be"
+    return (
+        f" Yet {listed(follows)} {verb} right if {made}, and not read from the {records}: undone there, or wrong in "
+        f"the {records} alone."
+    )
 
 
 def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:
