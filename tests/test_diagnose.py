@@ -647,6 +647,10 @@ def test_what_is_said_of_an_error_is_of_the_error_and_not_of_what_is_right() -> 
     assert "order" not in said
     scaled = x * torch.linspace(0.5, 1.5, 9, dtype=torch.float64)[:, None]
     assert "each token is a multiple of what it should be, 0.5 to 1.5 times" in describe(scaled, x, axes)
+    scaled = x * torch.linspace(1 - 1e-5, 1 + 1e-5, 9, dtype=torch.float64)[:, None]
+    assert "each token is a multiple of what it should be, 0.99999 to 1.00001 times" in describe(scaled, x, axes)
+    scaled = x * (torch.arange(9) % 4 != 1)[:, None]
+    assert "each token that is wrong is 0; wrong in 2 of 9 tokens: 1, 5" in describe(scaled, x, axes)
     assert "the right values with tokens reversed" in describe(x.flip(0), x, axes)
     # Values that are off by little where they are: sorted, they are off by far less.
     many = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)).double()
