@@ -22,6 +22,7 @@ from tracediff.model.block_fields import FIELDS, EditedBlocks
 from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
+from tracediff.model.model import Model
 from tracediff.model.synthetic import quantize
 from tracediff.model.weights import reading, values_of
 from tracediff.names import split
@@ -340,6 +341,22 @@ def test_other_token_ids_are_told(rows: Callable[[Tensor], Tensor], words: str, 
 
     path = traced(graph.changed(other(graph["token_embd"])), file, tmp_path / "t.trace", TOKENS, n_decode=0)
     assert {text for _, text in said(path, model)} == {words}
+
+
+def test_a_layer_that_shares_the_wrong_cache_is_told(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Gemma 3n's last layers read K and V of two earlier ones: here one reads those of the other."""
+    model = Model(tiny("gemma3n"))
+    first = next(op.name for op in model.graph if op.kind == "scores" and split(op.inputs[1])[0] != split(op.name)[0])
+    scores = model.graph[first]
+    layer = int(split(scores.inputs[1])[0])  # which is followed by the other one
+    wrong = [
+        replace(op, inputs=tuple(name.replace(f"blk.{layer}.", f"blk.{layer + 1}.") for name in op.inputs))
+        for op in (scores, model.graph[first.replace("attn_scores", "attn_kqv")])
+    ]
+    path = traced(model.graph.changed(*wrong), model.file, tmp_path / "t.trace", TOKENS, n_decode=0)
+    (finding,) = check_trace(path, model).findings
+    assert finding.mistake == "cache_of_another_layer"
+    assert f"the cache of layer {layer + 1} is read" in finding.text
 
 
 # --- quantised blocks -------------------------------------------------------------------------------------------------

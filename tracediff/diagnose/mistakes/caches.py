@@ -23,7 +23,7 @@ from tracediff.diagnose.mistakes.mistake import (
 from tracediff.diagnose.mistakes.weights import LOOK_AT_ROUNDING, cut_off
 from tracediff.english import ranges
 from tracediff.model.graph import Graph, Op, View
-from tracediff.names import local_name, split
+from tracediff.names import layer_of, local_name, split
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.rope import rope
@@ -201,12 +201,16 @@ def _another_layers(op: Op, context: Context) -> Variants:
     alike = [other.name for other in context.graph if local_name(other.name) == local_name(own) and other.axes == axes]
     if not any(op.past) or len(alike) == 1:
         return
-    before, first, last = alike[alike.index(own) - 1], alike[0], alike[-1]
-    if own != first:  # of a layer after this one the cache lacks the step's own tokens
-        yield replace(op, inputs=(op.inputs[0], before, *op.inputs[2:])), "the cache of the layer before is read"
-    if own not in (first, alike[1]):
-        words = f"the cache of layer {split(first)[0]} is read"
-        yield replace(op, inputs=(op.inputs[0], first, *op.inputs[2:])), words
+    at, last = alike.index(own), alike[-1]
+    # Of a layer after this one the cache lacks the step's own tokens; some layers read that of an earlier one.
+    filled = [name for name in alike if _layer(name) <= _layer(op.name) and name != own]
+    near = [name for name in (*alike[max(0, at - 1) : at], alike[0], *alike[at + 1 : at + 2]) if name in filled]
+    for other in dict.fromkeys((*near, *(filled if context.seen else ()))):
+        whose = f"layer {_layer(other)}"
+        if other == alike[at - 1] and _layer(own) == _layer(op.name):
+            whose = "the layer before" + " that has one" * (_layer(other) < _layer(own) - 1)
+        words = f"the cache of {whose} is read"
+        yield replace(op, inputs=(op.inputs[0], other, *op.inputs[2:])), words
     if own != last:
         view, width = op.seen[1], math.prod(axis for axis in axes if isinstance(axis, int))
         function = partial(_shared, KINDS[op.kind].function, view, width)
@@ -214,6 +218,11 @@ def _another_layers(op: Op, context: Context) -> Variants:
             shared = computing(op.also_reading((other, "earlier")), function)
             where = f"layer {split(other)[0]}"
             yield shared, f"it has one cache with {where}: of earlier steps that holds what {where} wrote"
+
+
+def _layer(name: str) -> int:
+    layer = layer_of(name)
+    return -1 if layer is None else layer
 
 
 def _shared(
