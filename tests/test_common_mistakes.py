@@ -27,6 +27,7 @@ from tracediff.model.synthetic import quantize
 from tracediff.model.weights import reading, values_of
 from tracediff.names import split
 from tracediff.numerics.kinds.attention import scores, weighted_values
+from tracediff.numerics.kinds.linear import mul_mat
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.numerics.kinds.rope import Rope
 from tracediff.numerics.kinds.rope import rope as turned
@@ -357,6 +358,18 @@ def test_a_layer_that_shares_the_wrong_cache_is_told(tiny: Callable[[str], Path]
     (finding,) = check_trace(path, model).findings
     assert finding.mistake == "cache_of_another_layer"
     assert f"the cache of layer {layer + 1} is read" in finding.text
+
+
+def test_an_operand_that_is_read_transposed_is_told(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of a product of two values: Gemma 3n's streams and their coefficients."""
+    model = Model(tiny("gemma3n"))
+    op = model.graph["blk.1.altup_predict_coef.mul_mat"]
+    wrong = replace(op, function=lambda a, b: mul_mat(a, b.mT))
+    path = traced(model.graph.changed(wrong), model.file, tmp_path / "t.trace", TOKENS, n_decode=0)
+    said = "as it reads altup_predict_coef, rows and columns are exchanged"
+    (finding,) = check_trace(path, model).findings
+    assert finding.mistake == "operand_transposed"
+    assert said in finding.text
 
 
 # --- quantised blocks -------------------------------------------------------------------------------------------------

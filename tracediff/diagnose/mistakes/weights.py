@@ -1,7 +1,7 @@
 """Mistakes in loading a weight, or in how a matmul reads it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
 
@@ -21,6 +21,7 @@ from tracediff.diagnose.mistakes.mistake import (
     is_gated,
     parts_of,
 )
+from tracediff.diagnose.rearranged import Reread
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Weight
 from tracediff.model.pairing import neighbours
@@ -47,6 +48,30 @@ def _transposed(op: Op, context: Context) -> Variants:
         return values_of(file, info).reshape(*experts, n_in, n_out).mT
 
     yield reading(op, read), f"{op.weights[0].name} is read transposed (leading dimension of the wrong side)"
+
+
+@dataclass(frozen=True, slots=True)
+class _TransposedOperand(Reread):
+    """Rows and columns of an operand's matrices exchanged: `Op.rework`."""
+
+    at: int
+
+    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs, with this one's transposed."""
+        return [x.mT if i == self.at else x for i, x in enumerate(inputs)]
+
+
+@AREA.mistake(
+    "operand_transposed", "a matmul of two values reads one of them transposed",
+    "the transpose flag of the GEMM call, and which axis of a coefficients' matrix is summed", Where(("mul_mat",)),
+)  # fmt: skip
+def _operand_transposed(op: Op, context: Context) -> Variants:
+    for at, name in enumerate(() if op.weights else op.inputs):
+        view = op.seen[at]
+        axes = view.shape if view else context.graph[name].axes if name in context.graph else ()
+        if len(axes) > 1 and axes[-1] == axes[-2]:
+            words = f"as it reads {local_name(name)}, rows and columns are exchanged"
+            yield replace(op, rework=_TransposedOperand(at)), words
 
 
 @AREA.mistake(
