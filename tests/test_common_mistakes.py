@@ -372,6 +372,19 @@ def test_an_operand_that_is_read_transposed_is_told(tiny: Callable[[str], Path],
     assert said in finding.text
 
 
+def test_axes_that_are_reshaped_and_not_exchanged_are_told(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Gemma 3n's embeddings of each layer: [tokens, layers, channels] is read as [layers, tokens, channels]."""
+    model = Model(tiny("gemma3n"))
+    op = model.graph["inp_per_layer.copy"]
+    wrong = replace(op, function=lambda x: x.transpose(0, 1).reshape(x.shape))
+    path = traced(model.graph.changed(wrong), model.file, tmp_path / "t.trace", TOKENS, n_decode=0)
+    (finding,) = check_trace(path, model).findings
+    assert finding.mistake == "axes_reshaped"
+    assert finding.text == (
+        "inp_per_layer.copy: the axes of inp_per_layer are reshaped, not exchanged: its values stay where they lie."
+    )
+
+
 # --- quantised blocks -------------------------------------------------------------------------------------------------
 
 

@@ -105,3 +105,31 @@ def _heads_viewed(op: Op, context: Context) -> Variants:
                 f"all of {what}{each} lies as [positions, heads, channels] and is read as [heads, positions, channels]"
             )
             yield Variant(replace(op, rework=_CacheViewed(n)), words)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reshaped(Reread):
+    """A value whose axes are seen in another order, in C order in this shape: `Op.rework`. `memory` has the axes as
+    they lie.
+    """
+
+    memory: tuple[int, ...]
+
+    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The input, its values as they lie."""
+        (x,) = inputs
+        return [x.permute(self.memory).reshape(x.shape)]
+
+
+@AREA.mistake(
+    "axes_reshaped", "axes are reshaped where they should be exchanged",
+    "reshape or view, where transpose or permute belongs", Where(("copy",)),
+)  # fmt: skip
+def _axes_reshaped(op: Op, _: Context) -> Variants:
+    view = op.seen[0] if op.views else None
+    strides = [by for by in view.strides if isinstance(by, int)] if view else []
+    if not view or len(strides) < len(view.shape) or strides == sorted(strides, reverse=True):
+        return
+    memory = sorted(range(len(strides)), key=lambda axis: -strides[axis])
+    words = f"the axes of {local_name(op.inputs[0])} are reshaped, not exchanged: its values stay where they lie"
+    yield Variant(replace(op, rework=_Reshaped(tuple(memory))), words)
