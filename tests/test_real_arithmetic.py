@@ -48,6 +48,7 @@ from tracediff.numerics.kinds.activation import swiglu
 from tracediff.numerics.kinds.attention import scores, softmax, weighted_values
 from tracediff.numerics.kinds.kind import Call
 from tracediff.numerics.kinds.linear import columns, linear, mul_mat
+from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import read_as, rounding_named
 from tracediff.numerics.schemes import SCHEMES, WAYS, scheme_named
@@ -1316,6 +1317,22 @@ def test_a_residual_stream_may_be_in_float32_where_all_else_is_in_half_precision
     model = models(Shape("qwen2", n_layer=3, n_embd=96, n_head=8, n_head_kv=2, n_ff=160, n_vocab=320), "F32")
     result = check_trace(traced(model, tmp_path / "m.trace", change=stores, held=held, capture="layers"), model)
     assert (result.verdict, faulty(result)) == ("match", [])
+
+
+def test_norms_in_half_precision_may_cast_what_they_are_given(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """What a scan leaves in float32, as transformers' Qwen3-Next in float16: of small values much is lost."""
+    model, rounded = Model(tiny("qwen3next")), rounding_named("f16")
+
+    def cast(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(rounded(x), *weight, eps=eps)
+
+    norms = [op for op in model.graph if split(op.name)[1] == "ssm_norm"]
+    changed = model.graph.changed(*(replace(op, function=cast, stored="f16") for op in norms))
+    trace = trace_graph(changed, model.file, tmp_path / "t.trace", range(1, 9), [11], [12])
+    result = check_trace(trace, model)
+    assert (result.verdict, faulty(result)) == ("match", [])
+    said = {op.arithmetic for op in result.ops if split(op.op)[1] == "ssm_norm"}
+    assert "inputs in float16" in said
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.schemes import PLAIN
 from tracediff.replay.few import Few
 from tracediff.replay.look import Look, can_glance, glanced, look
+from tracediff.replay.past import Value
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.recompute import Recomputation
 from tracediff.replay.score import (
@@ -229,6 +230,14 @@ class Fitting:
         by = self._recomputation
         anew = {(one.step, one.op, record.rows): by.anew(one, scheme) for one, scheme in inputs.items()}
         return Fitting(by.holding(anew), self._planner).best_of(record, schemes)
+
+    def of_rounded_inputs(
+        self, record: OpRecord, schemes: Sequence[Scheme], inputs: Iterable[OpRecord], to: str
+    ) -> Local:
+        """The record judged so if these inputs of it were rounded before it read them."""
+        by, rounding = self._recomputation, rounding_named(to)
+        told = {(one.step, one.op, one.rows): Value(rounding(by.values(one))) for one in inputs}
+        return Fitting(by.holding(told), self._planner).best_of(record, schemes)
 
     def in_question(self, record: OpRecord, schemes: Sequence[Scheme]) -> Sequence[Scheme]:
         """Under which schemes a record is judged whose arithmetic is not settled: all, or the first alone where it is

@@ -16,9 +16,10 @@ from torch import Tensor
 from tracediff.model.graph import Graph, Op, Span
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of
-from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.arithmetic import Scheme, phrase
 from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.schemes import PLAIN, SCHEMES, in_ties
@@ -145,7 +146,9 @@ class Replay:
             return local
         if right := self._in_ties(record, choice.schemes):
             return right
-        return self._in_another(record, choice) or self._of_inputs_anew(record, choice, local) or local
+        if right := self._in_another(record, choice):
+            return right
+        return self._of_inputs_anew(record, choice, local) or self._of_rounded_inputs(record, choice, local) or local
 
     def plain_looks(self, record: OpRecord) -> Iterator[tuple[Scheme, Local]]:
         """The record's local error in each arithmetic of most engines."""
@@ -242,6 +245,22 @@ class Replay:
             return None
         found = self._fitting.of_inputs_anew(record, choice.schemes, {one: of.schemes[0] for one, of in inputs.items()})
         return replace(found, made_anew=True) if found.judgement == "sound" else None
+
+    def _of_rounded_inputs(self, record: OpRecord, choice: Choice, local: Local) -> Local | None:
+        """A record in half precision that is off in single values alone, if it is right where what was recorded in a
+        longer type is cast to that of its own before it is read: as behind a scan in float32, whose result the norm
+        of a model in float16 is given so (transformers' Qwen3-Next).
+        """
+        held = self._recorded.stored(record, self._recorded.values(record))
+        if held not in HALVES or local.nmse > local.floor:
+            return None
+        read = (self.trace.ops.get((record.step, name)) for name, past in self.graph[record.op].reads if not past)
+        known = [one for one in read if one and one.has_data and one.rows == record.rows]
+        longer = [one for one in known if self._recorded.stored(one, self._recorded.values(one)) not in HALVES]
+        found = self._fitting.of_rounded_inputs(record, choice.schemes, longer, held) if longer else local
+        cast = phrase("inputs", held)
+        words = cast if found.arithmetic == "exact" else f"{found.arithmetic}, {cast}"
+        return replace(found, arithmetic=words) if found.judgement == "sound" else None
 
     def choice(self, record: OpRecord) -> Choice:
         """What the plan says of the record's sort."""
