@@ -34,7 +34,7 @@ from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
 ANY_NORM, RMS_NORM = Where((*NORM.kinds, "l2_norm")), Where(("rms_norm",))
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST, _HALF = (torch.finfo(of).max for of in (torch.float32, torch.float16))
 _LONGEST = 1 << 20  # channels that a mean may be taken over
 _DECADES = range(-6, 7)  # about the right epsilon
 
@@ -297,8 +297,15 @@ def _of_all_heads(op: Op, context: Context) -> Variants:
     "norm_f32_overflow", "the sum of squares overflows float32, so what is normed becomes 0",
     "what made values of 1e18 and more: the norm is as right as float32 lets it be", RMS_NORM,
 )  # fmt: skip
-def _overflows(op: Op, _: Context) -> Variants:
-    yield _overflowing(op, _LARGEST), "sums of squares overflow float32, and what is normed becomes 0"
+def _overflows(op: Op, context: Context) -> Variants:
+    if _is_beyond(op, context, _LARGEST):
+        yield _overflowing(op, _LARGEST), "sums of squares overflow float32, and what is normed becomes 0"
+
+
+def _is_beyond(op: Op, context: Context, largest: float) -> bool:
+    """Whether some sum of squares is larger; of what was not seen that is not known."""
+    seen = context.seen
+    return seen is None or bool((_centred(op, seen.inputs[0]).square().sum(-1) > largest).any())
 
 
 def _overflowing(op: Op, largest: float) -> Op:
@@ -317,7 +324,7 @@ def _overflowing(op: Op, largest: float) -> Op:
     "norm_f16_overflow", "squares are float16, which overflows beyond |x| = 256, or their sum is, beyond 65,504",
     "the accumulator's type in the norm", Where(("rms_norm", "layer_norm")), "llama#1048",
 )  # fmt: skip
-def _norm_f16(op: Op, _: Context) -> Variants:
+def _norm_f16(op: Op, context: Context) -> Variants:
     def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
         squares = x.half().square()
         mean = squares.double().mean(-1, keepdim=True).to(x.dtype)
@@ -325,8 +332,9 @@ def _norm_f16(op: Op, _: Context) -> Variants:
 
     if op.kind == "rms_norm":
         yield computing(op, function), "squares are float16: infinite where |x| > 256"
-    words = "the sum of squares is float16: infinite beyond 65,504, and what is normed becomes 0"
-    yield _overflowing(op, torch.finfo(torch.float16).max), words
+    words, largest = "the sum of squares is float16: infinite beyond 65,504, and what is normed becomes 0", _HALF
+    if _is_beyond(op, context, largest):
+        yield _overflowing(op, largest), words
 
 
 @dataclass(frozen=True, slots=True)
