@@ -106,6 +106,7 @@ def _right_without(
         return ()
     near = {layer_of(name) for name in (*left_out, *following)}
     near |= {layer - 1 for layer in near if layer}
+    near |= {layer_of(read) for name in (*left_out, *following) for read in replay.graph[name].inputs}  # be it a cache
     places = replay.graph.places()
     last = max(places[name] for name in following)
     later = {name for name, place in places.items() if place > last}
@@ -113,7 +114,7 @@ def _right_without(
     others = {(at, name) for at, name in keys if at > step or name in later or layer_of(name) not in {*near, None}}
     others |= {(at, name) for at, name in keys if name in left_out}  # of a cache all rows are as it has them
     view = replace(subject, trace=replay.trace.without(others))
-    (there,) = replays_of(model, [view], device=replay.weights.device)
+    (there,) = replays_of(model, [view], device=replay.weights.device, only=following)
     for name in following:
         local = there.judge(there.trace.ops[step, name])
         if local.judgement != "sound" or local.floor * _SEEN > min(errors[one] for one in left_out if one in errors):

@@ -3,7 +3,7 @@
 Judging is a pure function of plan, trace and weights: layers may be judged in any order.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from typing import NamedTuple
@@ -52,9 +52,11 @@ def replays_of(
     plans: Iterable[Plan | None] = repeat(None),
     device: str = "cpu",
     is_mistaken: IsMistaken | None = None,
+    only: Collection[str] | None = None,
 ) -> list[Replay]:
     """Replays of traces of one model, which read its weights together. Records of other shapes than the model's ops are
-    left out of them. Values are computed on this device. It may be asked which records a mistake explains.
+    left out of them. Values are computed on this device. It may be asked which records a mistake explains; and records
+    of some ops `only` be planned and judged.
 
     Raises TraceError for a trace of another model, or one whose positions leave a gap.
     """
@@ -64,7 +66,7 @@ def replays_of(
         wrong = misshapen(subject.trace, model.graph)
         trace = subject.trace.without(wrong) if wrong else subject.trace
         scheme = scheme_named(subject.arithmetic) if subject.arithmetic else None
-        replays.append(Replay(trace, model.graph, weights.holding(subject.held), scheme, plan, is_mistaken))
+        replays.append(Replay(trace, model.graph, weights.holding(subject.held), scheme, plan, is_mistaken, only))
     return replays
 
 

@@ -5,7 +5,7 @@ under a hypothesis, where some ops are others.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -54,9 +54,11 @@ class Replay:
         pinned: Scheme | None = None,
         planned: Plan | None = None,
         is_mistaken: "IsMistaken | None" = None,
+        only: Collection[str] | None = None,
     ) -> None:
         """`pinned` is the only arithmetic that is considered; a `planned` one is not sought again. Of a record that
-        `is_mistaken`, whatever its arithmetic, none that is not listed is sought.
+        `is_mistaken`, whatever its arithmetic, none that is not listed is sought. Records of some ops `only` may be
+        judged.
         """
         self.trace = trace
         self.graph = graph
@@ -66,7 +68,7 @@ class Replay:
         self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
         self._fitting = Fitting(self._recomputation, self._planner)
         self._planning = Planning(self._recomputation, self._planner, self._fitting)
-        self._is_mistaken = is_mistaken
+        self._is_mistaken, self._only = is_mistaken, only
         self._known: tuple[tuple[OpRecord, Scheme], Known] | None = None  # of the last record that was asked of
         if planned:
             self.plan, self._recorded.on_the_way = planned, planned.on_the_way
@@ -93,6 +95,8 @@ class Replay:
         """Records with data, in the trace's order of steps and the graph's of ops."""
         for step in self.trace.steps:
             for op in self.graph:
+                if self._only is not None and op.name not in self._only:
+                    continue
                 record = self.trace.ops.get((step, op.name))
                 if record is None or not record.has_data or self.trace.own(record) == []:
                     continue
