@@ -259,7 +259,7 @@ def _follows(error: Tensor, given: Tensor) -> bool:
     if len(error) < _SORTED:
         return False
     ordered = error[given.argsort()]
-    pieces = torch.stack([*ordered[:-_SORTED].split(_SORTED)[:-1], ordered[-_SORTED:]])
+    pieces = ordered.unfold(0, _SORTED, _SORTED // 2)
     varies = pieces.std(1) > _TOLD_APART * ordered.abs().max()
     return bool(_is_smooth(ordered)) and bool(_is_smooth(pieces[varies]).all())
 

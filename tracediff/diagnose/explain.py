@@ -215,9 +215,9 @@ class Explainer:
             if best is None:
                 kin.in_vain.append(first)
                 continue
-            if best.left <= NOTHING:  # in an arithmetic that needs no rival: others are not asked in each that there is
-                kin = kin.knowing(first, best)
-            carried, over = _carried(kin, first, best, (kin.pending, later))
+            # In an arithmetic that needs no rival the others are not asked in each that there is.
+            knowing = kin.knowing(first, best) if best.left <= NOTHING else kin
+            carried, over = _carried(knowing, first, best, (kin.pending, later))
             carried = _of_prompts_alone(carried)
             best = carried[0][1]
             if len(carried) == 1 and first.error.one_token and kin.only_chooses(best, first.record):
@@ -226,6 +226,7 @@ class Explainer:
             if is_told and self._suits_one_step(carried, kin):
                 kin.in_vain.extend(one for one, _ in carried)
                 continue
+            kin = knowing
             kin.found.append(best)
             kin.alone.update((one.record.op, same) for one, same in carried if len(one.error.segment) == 1)
             yield from ((kin, *each) for each in carried)

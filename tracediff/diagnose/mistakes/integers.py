@@ -136,9 +136,8 @@ def _miscounted(op: Op, context: Context) -> Variants:
         shared = [(how, of, False) for how in ("scaled", "divided") for of in (0, *in_ggml) if columns > width]
         tokens = [(how, 0, True) for how in ("both", "scaled", "divided")]
         ways = [*shared, *tokens, ("by 128", 0, False), ("signed", 0, False)]
-        for how, of, of_token in (
-            ways if context.seen else ways[:1]
-        ):  # behind other ops each takes passes of all weights
+        ways = ways if context.seen else ways[:1]  # behind other ops each takes passes of all weights
+        for how, of, of_token in ways:
             wrong = _Integers(name, how, of, of_token)
             if is_near(op, context, of_input=wrong.values):
                 yield replace(op, rework=wrong), wrong.words
