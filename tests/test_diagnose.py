@@ -33,6 +33,7 @@ from tracediff.numerics.kinds.attention import weighted_values
 from tracediff.numerics.kinds.linear import linear
 from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import Effort, check_trace, compare_traces
+from tracediff.replay import planning
 from tracediff.replay.composing import Composing
 from tracediff.replay.judging import Subject
 from tracediff.replay.plan import Choice
@@ -723,6 +724,7 @@ def test_a_known_mistake_in_all_layers_is_asked_before_an_arithmetic_is_composed
         raise AssertionError("an arithmetic is composed")
 
     monkeypatch.setattr(Composing, "composed", never)
+    monkeypatch.setattr(planning, "_DEAR", 0)  # as if it were a large model's layer
     model = models("qwen2")
     trace = torch_trace(model, capture="layers", faults=("rope_theta",))
     (finding,) = check_trace(trace, model).findings
@@ -730,6 +732,7 @@ def test_a_known_mistake_in_all_layers_is_asked_before_an_arithmetic_is_composed
     assert finding.text.startswith("all ")
 
 
+@pytest.mark.slow
 def test_what_was_found_is_said_where_the_time_is_over_before_all_were_asked(
     models: Models, torch_trace: Callable[..., Path]
 ) -> None:

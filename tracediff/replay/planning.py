@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
-from tracediff.names import layer_of, local_name
+from tracediff.names import layer_of, layers_of, local_name
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
@@ -29,6 +29,9 @@ _VALUES = 4
 # Values, and tokens at least, of a segment that tell its arithmetic. A step to it takes little away, as much as chance
 # does of few: of 4,096 values a right engine in q8_0 blocks with a cache in float8 was not followed, of 8,192 it was.
 _PART, _PART_TOKENS = 1 << 15, 32
+# Values of weights that a layer reads: of 15 million to try mistakes took 12 s and to compose 100, of 0.1 million 10
+# and 5.
+_DEAR = 1 << 21
 _ROUNDS = 2  # times that arithmetic is composed with what other sorts told, be it by what was composed for them
 
 
@@ -124,8 +127,13 @@ class Planning:
     def _is_mistaken(
         self, choice: Choice, records: list[OpRecord], choices: Mapping[Sort, Choice], is_mistaken: IsMistaken
     ) -> bool:
-        """Whether of segments that nothing fits the one that is off by about as much as most is mistaken."""
-        if choice.settled or not self._planner.is_segment(records[0]):
+        """Whether of layers that nothing fits the one that is off by about as much as most is mistaken: of large ones,
+        where to try all mistakes, many together and by a few tokens, takes less than to compose an arithmetic.
+        """
+        segment = self._recomputation.segment(records[0])
+        weights = [weight for name in segment for weight in self._recomputation.graph[name].weights]
+        is_small = len(layers_of(segment)) > 1 or sum(math.prod(weight.shape) for weight in weights) < _DEAR
+        if choice.settled or is_small or not self._planner.is_segment(records[0]):
             return False
         samples = sorted(self._samples(records), key=lambda record: self._fitting.left(record, choice.schemes[0]))
         found = is_mistaken(choices, samples[(len(samples) - 1) // 2])
