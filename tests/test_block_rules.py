@@ -236,6 +236,7 @@ def test_what_multiplies_all_is_no_rule_of_blocks(models: Models, tmp_path: Path
     )
 
 
+@pytest.mark.slow
 def test_a_rule_is_told_by_an_engine_that_is_fed_token_by_token(models: Models, tmp_path: Path) -> None:
     """As most engines in C are: a token's outputs are fewer than the numbers of a rule, those of all steps are not."""
     path = models(replace(SHAPES["k-quants"], n_layer=1), "Q4_K_M")

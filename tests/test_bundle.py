@@ -84,6 +84,7 @@ def versions_in(folder: Path) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in (folder / "versions.txt").read_text().splitlines() if ":" not in line)
 
 
+@pytest.mark.slow
 def test_who_has_the_model_finds_the_same_also_in_a_decode_step(
     cli: Cli, models: Models, torch_trace: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -444,6 +444,7 @@ def misreading(mistake: BlockMistake, file: GGUFFile, info: TensorInfo) -> Tenso
     return EditedBlocks(mistake.types, mistake.edit)(file, info)
 
 
+@pytest.mark.slow
 def test_blocks_misread_in_all_matmuls_are_named_behind_hidden_states(models: Models, tmp_path: Path) -> None:
     model = models("k-quants", "Q5_1")
     file = GGUFFile(model)

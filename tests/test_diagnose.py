@@ -587,6 +587,7 @@ def scaled_in(path: Path, model: Path, scale: float, out: Path, mask: float = 0.
     return out
 
 
+@pytest.mark.slow
 def test_an_engine_may_show_its_scores_when_they_are_scaled(models, torch_trace, tmp_path) -> None:
     """Of such a trace every op is judged, against a reference that has them unscaled too."""
     model = models("k-quants", "F32")

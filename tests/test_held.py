@@ -96,6 +96,7 @@ def test_the_loader_is_to_be_looked_at_where_ops_are_right_for_what_it_holds(mod
     assert step.why == f"look at how the loader reads {UP}: the ops are right for what it holds; then run this"
 
 
+@pytest.mark.slow
 def test_mistakes_behind_hidden_states_are_named_beside_wrong_weights(models: Models, tmp_path: Path) -> None:
     wrong = {UP: lambda x: np.roll(x, 5, 1), K: lambda x: x[::-1]}
     _, texts = checked(models, tmp_path / "x.trace", wrong, gelu, capture="layers")

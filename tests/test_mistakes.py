@@ -608,6 +608,7 @@ def test_an_expert_that_is_not_added_is_said_by_its_slot(tiny: Tiny, tmp_path: P
     assert finding.text == "ffn_moe_out in layer 1: slot 2 of blk.1.ffn_moe_weighted is not added."
 
 
+@pytest.mark.slow
 def test_a_number_that_suits_one_row_suits_the_others_too(models: Models, tmp_path: Path) -> None:
     """A norm by the mean cube makes each row a multiple of the right one: of a single row, as another eps does."""
     file = GGUFFile(model := models("k-quants", "F32"))

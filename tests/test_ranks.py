@@ -449,6 +449,7 @@ def twice(trace: Path, folder: Path) -> list[Path]:
     return outs
 
 
+@pytest.mark.slow
 def test_what_all_ranks_do_is_explained_as_of_one_trace(of: Callable[[str], Model], tiny, tmp_path: Path) -> None:
     """Values recorded under each other's names were "SiLU is applied to up"; roundings excused quick GELU."""
     model = of("llama")

@@ -1850,6 +1850,7 @@ def test_a_composed_arithmetic_excuses_no_mistake(
     assert faulty(result) == [(step, where) for step in range(n_decode + 1)]
 
 
+@pytest.mark.slow
 def test_weights_in_four_bits_are_known_beside_a_mistaken_layer(models: Models, tmp_path: Path) -> None:
     """They leave more of a layer than any other rounding; and of two layers the one that is right tells."""
     shape = Shape("qwen3", n_layer=2, n_embd=256, n_head=4, n_head_kv=2, n_ff=512, n_vocab=320, head_dim=128)

@@ -160,6 +160,7 @@ def test_a_mistake_in_the_last_row_is_found(
         assert faulty[first].worst.at[record.token_axis] == record.rows[-1]
 
 
+@pytest.mark.slow
 def test_a_planted_fault_is_named(models: Models, torch_trace: Callable[..., Path], tmp_path: Path,
                                   cli: Callable[..., tuple[int, str, str]]) -> None:  # fmt: skip
     model = models("qwen2")

@@ -117,6 +117,7 @@ def test_a_record_that_holds_something_else_is_said_to_be_wrong_alone(models: Mo
     assert {yet(finding) for finding in result.findings} == {said}
 
 
+@pytest.mark.slow
 def test_a_state_is_not_undone_where_later_steps_read_it(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """What is handed on is wrong, and shows in no output of its own step."""
     model = Model(tiny("rwkv6"))
