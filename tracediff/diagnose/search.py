@@ -1,6 +1,5 @@
 """The search for what explains one record of a kin: known mistakes, edits of its ops, and several at once."""
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from tracediff.diagnose.mistakes import blocks, embedding, integers, weights
 from tracediff.diagnose.mistakes.mistake import Mistake
 from tracediff.diagnose.solve import pairs, segments, solver
 from tracediff.diagnose.solve.segments import Explanations, How
-from tracediff.model.graph import Graph, Tokens
+from tracediff.model.graph import Tokens
 from tracediff.names import layers_of, local_name
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.recompute import CircularError
@@ -209,7 +208,7 @@ class Search:
             yield from solver.explanations(self._replay, record, check)
         elif _is_long(names):
             return
-        elif how and not self._budget.has(_SECONDS[how] * weight_values(names, self._replay.graph)):
+        elif how and not self._budget.has(_SECONDS[how] * self._replay.graph.weight_values(names)):
             self._kin.unsought[one.at] = one
         elif self._kin.in_vain_of(one):
             return
@@ -302,7 +301,7 @@ class Search:
 def ends_soon(replay: Replay, one: Faulty) -> bool:
     """Whether mistakes in one layer of the segment after the other can be tried within minutes."""
     passes = len(several_layers(one.error.segment)) * len(replay.plain_ones(one.record))
-    return weight_values(one.error.segment, replay.graph) * passes <= _ONE_BY_ONE
+    return replay.graph.weight_values(one.error.segment) * passes <= _ONE_BY_ONE
 
 
 def _is_long(segment: Sequence[str]) -> bool:
@@ -313,8 +312,3 @@ def several_layers(segment: Sequence[str]) -> list[int]:
     """The layers of a segment of several; none of one."""
     layers = layers_of(segment)
     return layers if len(layers) > 1 else []
-
-
-def weight_values(segment: Sequence[str], graph: Graph) -> int:
-    """How many values of weights a forward pass of the segment reads."""
-    return sum(math.prod(weight.shape) for name in segment for weight in graph[name].weights)

@@ -361,6 +361,10 @@ class Graph:
             found.update(op.name for op in self if not found.isdisjoint(op.inputs))
         return found
 
+    def weight_values(self, names: Iterable[str]) -> int:
+        """How many values of weights a forward pass of these ops reads."""
+        return sum(math.prod(weight.shape) for name in names for weight in self[name].weights)
+
     def layer(self, n: int) -> list[Op]:
         """The ops of block `n`."""
         return [op for op in self if layer_of(op.name) == n]

@@ -130,10 +130,10 @@ class Planning:
         """Whether of layers that nothing fits the one that is off by about as much as most is mistaken: of large ones,
         where to try all mistakes, many together and by a few tokens, takes less than to compose an arithmetic.
         """
+        if choice.settled or not self._planner.is_segment(records[0]):
+            return False
         segment = self._recomputation.segment(records[0])
-        weights = [weight for name in segment for weight in self._recomputation.graph[name].weights]
-        is_small = len(layers_of(segment)) > 1 or sum(math.prod(weight.shape) for weight in weights) < _DEAR
-        if choice.settled or is_small or not self._planner.is_segment(records[0]):
+        if len(layers_of(segment)) > 1 or self._recomputation.graph.weight_values(segment) < _DEAR:
             return False
         samples = sorted(self._samples(records), key=lambda record: self._fitting.left(record, choice.schemes[0]))
         found = is_mistaken(choices, samples[(len(samples) - 1) // 2])

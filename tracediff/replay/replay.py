@@ -53,7 +53,7 @@ class Replay:
         weights: Weights,
         pinned: Scheme | None = None,
         planned: Plan | None = None,
-        is_mistaken: "IsMistaken | None" = None,
+        is_mistaken: IsMistaken | None = None,
         only: Collection[str] | None = None,
     ) -> None:
         """`pinned` is the only arithmetic that is considered; a `planned` one is not sought again. Of a record that
@@ -261,7 +261,9 @@ class Replay:
         read = (self.trace.ops.get((record.step, name)) for name, past in self.graph[record.op].reads if not past)
         known = [one for one in read if one and one.has_data and one.rows == record.rows]
         longer = [one for one in known if self._recorded.stored(one, self._recorded.values(one)) not in HALVES]
-        found = self._fitting.of_rounded_inputs(record, choice.schemes, longer, held) if longer else local
+        if not longer:
+            return None
+        found = self._fitting.of_rounded_inputs(record, choice.schemes, longer, held)
         cast = phrase("inputs", held)
         words = cast if found.arithmetic == "exact" else f"{found.arithmetic}, {cast}"
         return replace(found, arithmetic=words) if found.judgement == "sound" else None
