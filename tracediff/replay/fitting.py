@@ -60,7 +60,7 @@ class Fitting:
         self._recomputation = recomputation
         self._planner = planner
         self._common: dict[tuple[bool, bool], tuple[tuple[OpRecord, tuple[int, ...]], Recomputation]] = {}
-        self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
+        self._distances: dict[tuple[OpRecord, Scheme, Scheme, bool], float] = {}
         self._unexplained: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
         self._begun: dict[tuple[OpRecord, Scheme, bool], Tensor] = {}
         self._lefts: dict[tuple[OpRecord, Scheme], float] = {}
@@ -376,11 +376,12 @@ class Fitting:
         short, candidates = math.sqrt(left) - math.sqrt(enough), self._planner.candidates(record)
         if short <= 0:
             return candidates
-        return [s for s in candidates if short <= math.sqrt(_AS_FAR * self._apart(record, plain, s))]
+        least = short**2 / _AS_FAR
+        return [s for s in candidates if self._apart(record, plain, s, least) >= least]
 
     def is_near(self, record: OpRecord, a: Scheme, b: Scheme, within: float) -> bool:
         """Whether what fits under scheme `b` leaves no more than so much under scheme `a`."""
-        return _AS_FAR * self._apart(record, a, b) <= within
+        return self._apart(record, a, b, within / _AS_FAR) <= within / _AS_FAR
 
     def fits(self, record: OpRecord, scheme: Scheme) -> bool:
         """Whether the record is sound under the scheme."""
@@ -440,7 +441,8 @@ class Fitting:
         """
         if not self._planner.is_segment(record):
             return True
-        return math.sqrt(left) <= (1 + math.sqrt(_AS_FAR)) * math.sqrt(self._apart(record, first, scheme))
+        least = left / (1 + math.sqrt(_AS_FAR)) ** 2
+        return self._apart(record, first, scheme, least) >= least
 
     def _fits(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
         """Whether the record is sound under the scheme.
@@ -450,7 +452,7 @@ class Fitting:
         """
         if self._planner.is_segment(record) and scheme not in PLAIN:
             plain = next(other for other in self._planner.candidates(record) if other != scheme)
-            if left > _AS_FAR * self._apart(record, plain, scheme):
+            if self._apart(record, plain, scheme, left / _AS_FAR) < left / _AS_FAR:
                 return False
         return self.near(record, scheme, left) and self.fits(record, scheme)
 
@@ -458,21 +460,23 @@ class Fitting:
         """Whether what is left may be within the floor, as far as may be told without a look: of a hypothesis."""
         return True
 
-    def _apart(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
-        """NMSE of the op under scheme `b` against the op under `a`."""
-        key = record, a, b
-        if key not in self._distances:
-            self._distances[key] = self._distance(*key)
-        return self._distances[key]
+    def _apart(self, record: OpRecord, a: Scheme, b: Scheme, least: float = 0.0) -> float:
+        """NMSE of the op under scheme `b` against the op under `a`; of what is less than the `least` that is asked for
+        it is not told how much less: float64 took half the time in which an arithmetic was sought.
+        """
+        rough = self._distance(record, a, b, rough=True)
+        return rough if rough > ROUGH or least > ROUGH else self._distance(record, a, b, rough=False)
 
-    def _distance(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
-        def between(unchanged: Recomputation) -> float:
+    def _distance(self, record: OpRecord, a: Scheme, b: Scheme, rough: bool) -> float:
+        """The same as float32 tells it, or as float64 does."""
+        key = record, a, b, rough
+        if key not in self._distances:
+            unchanged = self.without_noise(record, rough)
             x, y = self._begun_with(unchanged, record, a), self._exact(unchanged, record, b)
             finite = x.isfinite() & y.isfinite()
             x, y = x[finite], y[finite]
-            return ratio(float((y - x).square().sum()), float(x.square().sum()))
-
-        return self._rough_or_not(record, between)
+            self._distances[key] = ratio(float((y - x).square().sum()), float(x.square().sum()))
+        return self._distances[key]
 
 
 class Supposed(Fitting):
@@ -500,8 +504,9 @@ class Supposed(Fitting):
     def _glances_at(self, record: OpRecord) -> bool:
         return False
 
-    def _distance(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
-        return self._right._apart(record, a, b) * self._amplified(record, a)
+    def _apart(self, record: OpRecord, a: Scheme, b: Scheme, least: float = 0.0) -> float:
+        amplified = self._amplified(record, a)
+        return self._right._apart(record, a, b, ratio(least, amplified)) * amplified
 
     def _amplified(self, record: OpRecord, a: Scheme) -> float:
         """How many times further than without the hypothesis the coarsest scheme takes the op from scheme `a`; 0 where
@@ -510,7 +515,7 @@ class Supposed(Fitting):
         if (record, a) not in self._amplifications:
             apart = {b: self._right._apart(record, a, b) for b in self._planner.candidates(record)}
             coarsest = max(apart, key=lambda b: apart[b])
-            measured = super()._distance(record, a, coarsest) if apart[coarsest] else 0.0
+            measured = super()._apart(record, a, coarsest) if apart[coarsest] else 0.0
             self._amplifications[record, a] = ratio(measured, apart[coarsest])
         return self._amplifications[record, a]
 
