@@ -338,16 +338,6 @@ def test_a_layer_that_was_left_out(models: Models, tmp_path: Path) -> None:
     assert audit_checkpoint(models("llama"), folder).verdict == "match"
 
 
-def test_a_part_of_a_model_is_refused(models: Models, tmp_path: Path) -> None:
-    raw = models("tiny").read_bytes()
-    key, field = b"split.count", (2).to_bytes(4, "little")  # uint16
-    entry = len(key).to_bytes(8, "little") + key + field + (3).to_bytes(2, "little")
-    counted = (int.from_bytes(raw[16:24], "little") + 1).to_bytes(8, "little")
-    (tmp_path / "part.gguf").write_bytes(raw[:16] + counted + entry + raw[24:])
-    with pytest.raises(ModelError, match=r"one of 3 parts of a model\. Join them: llama-gguf-split --merge"):
-        GGUFFile(tmp_path / "part.gguf")
-
-
 def test_an_expert_in_the_place_of_another(tmp_path: Path) -> None:
     model = tiny_checkpoints.CLASSES["mixtral"].write("mixtral", tmp_path / "model.gguf")
     tiny_checkpoints.load("mixtral", model).save_pretrained(tmp_path / "hf")

@@ -1,4 +1,4 @@
-"""A GGUF file: its metadata and the places of its tensors, read without touching the tensors.
+"""A GGUF file, or a model of several: its metadata and the places of its tensors, read without touching the tensors.
 
 `gguf.GGUFReader` builds a numpy view per vocabulary entry and takes 6.7 s on a vocabulary of 151,936;
 this reader steps over string arrays and checks every length against the file before it believes it.
@@ -11,7 +11,7 @@ import mmap
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -27,19 +27,24 @@ _SCALARS = {
     GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d",
 }  # fmt: skip
 _MAX_DIMS = 4  # GGML_MAX_DIMS, ggml.h
+_MAX_PARTS = 0xFFFF  # of a model: their number is a uint16
 _AHEAD = 1 << 18  # bytes of a header that are read at once from storage
 _AGAIN = "Download or convert it again."
+_AGAIN_ALL = "Download all parts again, or join them: llama-gguf-split --merge {} OUT.gguf"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies. `shape` is C order, outermost first: the reverse of ggml's `ne`."""
+    """Where a tensor lies, and in which part of the model. `shape` is C order, outermost first: the reverse of ggml's
+    `ne`.
+    """
 
     name: str
     shape: tuple[int, ...]
     type: GGMLQuantizationType
     offset: int
     nbytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +55,53 @@ class StringArray:
 
 
 class GGUFFile:
-    """Metadata and tensor directory of one GGUF file, memory-mapped: to read a tensor each time instead takes 0.11 s a
-    gigabyte, as long again as to convert it.
+    """Metadata and tensor directory of one GGUF file, or of a model that llama-gguf-split, or a converter, wrote as
+    several: they are named NAME-00001-of-00003.gguf and so on, and the first is given.
 
-    Raises ModelError when the file is missing, is not GGUF, or ends before what it announces; and where a tensor is
-    asked for and the file is not what it was when it was opened: no verdict on a mixture, and to touch pages that were
-    cut off would end the process.
+    Raises ModelError when a file is missing, is not GGUF, or ends before what it announces, or is no part of the first
+    one's model; and where a tensor is asked for and a file is not what it was when it was opened: no verdict on a
+    mixture, and to touch pages that were cut off would end the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        first = Part(path)
+        self.path, self.metadata = path, first.metadata
+        self.parts = [first, *map(Part, _others(first))]
+        self.tensors: dict[str, TensorInfo] = {}
+        for number, part in enumerate(self.parts):
+            if part.place != (number, len(self.parts)):
+                raise ModelError(
+                    f"{part.path}: it is {_in_words(part.place)}; it should be "
+                    f"{_in_words((number, len(self.parts)))}. "
+                    f"{_AGAIN_ALL.format(path)}"
+                )
+            if twice := part.tensors.keys() & self.tensors:
+                raise ModelError(f"{part.path}: {min(twice)!r} is in another part too. {_AGAIN_ALL.format(path)}")
+            self.tensors |= part.tensors
+        announced = self.metadata.get("split.tensors.count", len(self.tensors))
+        if announced != len(self.tensors):
+            raise ModelError(
+                f"{path}: it announces {announced} tensors; its parts have {len(self.tensors)}. "
+                f"{_AGAIN_ALL.format(path)}"
+            )
+
+    def raw(self, info: TensorInfo) -> memoryview:
+        """The bytes of a tensor, still mapped."""
+        return self.parts[info.part].raw(info)
+
+    def places(self, key: str) -> Sequence[int]:
+        """Where the strings of the array `key` stand; nothing where there is no such array."""
+        strings = self.metadata.get(key)
+        return strings.places if isinstance(strings, StringArray) else ()
+
+    def string(self, place: int) -> str:
+        """The string that stands there: of a vocabulary few are asked for, and to read all of them takes 0.7 s."""
+        return self.parts[0].string(place)
+
+
+class Part:
+    """One file, memory-mapped: to read a tensor each time instead takes 0.11 s a gigabyte, as long again as to convert
+    it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,11 +133,12 @@ class GGUFFile:
         for _ in range(n_keys):
             key = self._string()
             self.metadata[key] = self._value(self._value_type())
-        parts = self.metadata.get("split.count", 0)
-        if isinstance(parts, int) and parts > 1:
+        number, count = (self.metadata.get(f"split.{key}", default) for key, default in (("no", 0), ("count", 1)))
+        if not all(isinstance(n, int) for n in (number, count)) or not 0 <= number < max(1, count) <= _MAX_PARTS:
             raise ModelError(
-                f"{self.path}: one of {parts} parts of a model. Join them: llama-gguf-split --merge FIRST_PART OUT.gguf"
+                f"{self.path}: 'split.no' is {number!r}, 'split.count' {count!r}: the header is damaged. {_AGAIN}"
             )
+        self.place = number, max(1, count)  # of this part among the model's
         directory = [self._tensor() for _ in range(n_tensors)]
         self._header_size = self._at
         alignment = self.metadata.get("general.alignment", 32)
@@ -100,7 +147,7 @@ class GGUFFile:
         start = -(-self._at // alignment) * alignment
         self.tensors: dict[str, TensorInfo] = {}
         for info in directory:
-            placed = TensorInfo(info.name, info.shape, info.type, start + info.offset, info.nbytes)
+            placed = replace(info, offset=start + info.offset, part=number)
             if placed.offset + placed.nbytes > len(self._bytes):
                 raise self._truncated(f"tensor {info.name!r} needs {info.nbytes:,} bytes at {placed.offset:,}")
             self.tensors[info.name] = placed
@@ -124,13 +171,8 @@ class GGUFFile:
             self._there.add(info.offset)
         return memoryview(self._bytes)[info.offset : info.offset + info.nbytes]
 
-    def places(self, key: str) -> Sequence[int]:
-        """Where the strings of the array `key` stand; nothing where there is no such array."""
-        strings = self.metadata.get(key)
-        return strings.places if isinstance(strings, StringArray) else ()
-
     def string(self, place: int) -> str:
-        """The string that stands there: of a vocabulary few are asked for, and to read all of them takes 0.7 s."""
+        """The string that stands there."""
         self._check()
         self._at = place
         return self._string()
@@ -236,6 +278,27 @@ class GGUFFile:
                 f"{_AGAIN}"
             )
         return TensorInfo(name, shape, kind, offset, math.prod(shape) // block * block_bytes)
+
+
+def _others(first: Part) -> list[Path]:
+    """The other parts' files, which are named as llama.cpp looks for them (llama_split_path, llama.cpp)."""
+    number, count = first.place
+    end = f"-{number + 1:05d}-of-{count:05d}.gguf"
+    if count > 1 and not first.path.name.endswith(end):
+        raise ModelError(
+            f"{first.path}: it is {_in_words(first.place)}, whose name has to end in {end!r}, for the others are "
+            "found by it. Rename it."
+        )
+    names = [f"{first.path.name.removesuffix(end)}-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    if number:
+        raise ModelError(
+            f"{first.path}: it is {_in_words(first.place)}. Give the first: {first.path.with_name(names[0])}"
+        )
+    return [first.path.with_name(name) for name in names[1:]]
+
+
+def _in_words(place: tuple[int, int]) -> str:
+    return f"part {place[0] + 1} of {place[1]} of a model"
 
 
 def _mapped(file: io.FileIO | Ranges, size: int) -> mmap.mmap:

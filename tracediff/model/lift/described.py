@@ -56,18 +56,19 @@ def _local(file: GGUFFile, folder: Path) -> Path:
     """A file that llama.cpp can open: of one in some storage the header, and nothing where its tensors would be."""
     if not url_of(file.path):
         return file.path
-    path = folder / "header.gguf"
-    path.write_bytes(file.header)
-    with path.open("r+b") as header:
-        header.truncate(file.size)
-    return path
+    for part in file.parts:  # by their names, which tell llama.cpp where the others are
+        path = folder / part.path.name
+        path.write_bytes(part.header)
+        with path.open("r+b") as header:
+            header.truncate(part.size)
+    return folder / file.path.name
 
 
 def _place(file: GGUFFile, options: Options) -> Path | None:
     folder = _folder()
     if folder is None:
         return None
-    key = hashlib.sha256(file.header)
+    key = hashlib.sha256(b"".join(part.header for part in file.parts))
     key.update(msgspec.json.encode([VERSION, version("llama-cpp-python"), options, _build(options.library)]))
     return folder / f"{key.hexdigest()}.graph"
 
