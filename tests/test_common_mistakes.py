@@ -450,8 +450,10 @@ def test_blocks_misread_in_all_matmuls_are_named_behind_hidden_states(models: Mo
     file = GGUFFile(model)
     graph = plant(build_graph(file), file, "block_minimum")
     path = traced(graph, file, tmp_path / "whole.trace", TOKENS)
-    found = said(some_of(path, tmp_path / "some.trace", lambda op: split(op)[1] in COARSE), model)
-    assert {name for name, _ in found} == {"block_minimum"}
+    some = some_of(path, tmp_path / "some.trace", lambda op: split(op)[1] in COARSE)
+    (finding,) = check_trace(some, model).findings  # of the embedding and of matmuls of several sorts of layers: one
+    assert finding.mistake == "block_minimum"
+    assert finding.text.startswith("ffn_residual in all 3 layers, and token_embd and output: ")
 
 
 def test_a_ring_is_no_window_where_sound_records_show_that_no_rounding_turns(models: Models, tmp_path: Path) -> None:

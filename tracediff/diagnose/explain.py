@@ -293,7 +293,7 @@ class Explainer:
         cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, own, look, places)
         in_some = any(part.in_some_steps or part.tokens for part in best.parts)
         reads = _one_input(graph[one.record.op]) if len(segment) == 1 else None
-        common = {part.mistake: part.common for part in best.parts if len(segment) == 1}
+        common = {part.mistake: part.common for part in best.parts if len(segment) == 1 or part.is_everywhere}
         return replace(result, cause=cause, shape=None, in_some_steps=in_some, reads=reads, common=common)
 
     def _alike(self, one: Faulty, best: Hypothesis, part: Assumed, kin: Kin) -> str:

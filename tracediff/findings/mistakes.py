@@ -242,15 +242,16 @@ def _in_layers(group: Sequence[OpResult], ops: Sequence[OpResult]) -> str:
 
 
 def _seen(group: Sequence[OpResult], ops: Sequence[OpResult]) -> str:
-    """Where a mistake is that shows in what a segment ends in: in these layers, or in these ops or before them."""
-    names = list(dict.fromkeys(op.op for op in group))
+    """Where a mistake is that shows in what a segment ends in: in these layers, and in these ops or before them."""
+    outside = list(dict.fromkeys(op.op for op in group if op.layer is None))
+    there = f"{listed(outside)}, or before {'it' if len(outside) == 1 else 'them'}" if outside else ""
     layers = {op.layer for op in group if op.layer is not None}
-    if any(op.layer is None for op in group):
-        return f"{listed(names)}, or before {'it' if len(names) == 1 else 'them'}"
-    ends = dict.fromkeys(map(local_name, names))
+    if not layers:
+        return there
+    ends = dict.fromkeys(local_name(op.op) for op in group if op.layer is not None)
     every = {op.layer for op in ops if op.layer is not None}
     known = {op.layer for op in ops if op.layer is not None and local_name(op.op) in ends}
-    return f"{of_layers(layers, known, every)} (seen in {listed([*ends])})"
+    return f"{of_layers(layers, known, every)} (seen in {listed([*ends])}){there and ', and '}{there}"
 
 
 # --- words that are true of several ----------------------------------------------------------------------------------
