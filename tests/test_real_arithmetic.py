@@ -918,6 +918,39 @@ def test_an_engine_in_float64_may_have_the_numbers_that_were_written(models: Mod
     assert {op for _, op in faulty(result)} == {op.op for op in result.ops if op.kind == "rms_norm"}
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_an_engine_in_float64_may_write_float32(family: str, models: Models, tmp_path: Path) -> None:
+    """As numpy's do. Where what a layer adds and the stream nearly cancel, the sum of what was written is off by up to
+    200 roundings: residuals of all layers diverged.
+    """
+    options: dict[str, Any] = {"computed": torch.float64, "written": torch.float32}
+    result = check_trace(traced(models(family), tmp_path / "t.trace", **options), models(family))
+    assert result.verdict == "match"
+    words = "of values made once more, or held in more digits, than were recorded: a fused kernel, or float64, no fault"
+    assert [one.text for one in result.said if words in one.text]
+
+
+def test_a_residual_may_be_added_before_the_sum_is_rounded(models: Models, tmp_path: Path) -> None:
+    """As BLAS does with beta = 1: to a sum in more digits than the product, which is recorded, is rounded to."""
+    sums: dict[str, Tensor] = {}
+
+    def change(op: Op) -> Op:
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            sums[op.name] = x.double() @ weight.double().T
+            return sums[op.name].float()
+
+        if op.kind == "linear" and op.name.endswith(("attn_output", "ffn_down")):
+            return replace(op, function=product)
+        if op.kind == "add" and op.name.endswith("_residual"):
+            first = next(name for name in op.inputs if name.endswith(("attn_output", "ffn_down")))
+            other = 1 - op.inputs.index(first)
+            return replace(op, function=lambda *xs: (sums[first] + xs[other].double()).float())
+        return op
+
+    trace = traced(models(LLAMA), tmp_path / "t.trace", change=change)
+    assert check_trace(trace, models(LLAMA)).verdict == "match"
+
+
 @pytest.mark.parametrize("capture", ["all", "layers"])
 def test_norms_and_rope_of_an_engine_in_float64_may_be_in_float32(capture: str, models: Models, tmp_path: Path) -> None:
     """transformers' models ask for float32 in norms, rope and softmax, whatever the model is in."""

@@ -222,6 +222,8 @@ def test_fewer_rows_than_tokens_may_be_some_of_them(pair: Pair, model: Path, cli
             "output in step 0: shape [1, 320]; this model's is [4, 320]: if it holds some tokens, say which in its rows"
             in words(report)
         )
+        assert cli(*command, "--model", model, "--require", "output")[0] == 1  # nothing was said of it
+        assert cli(*command, "--model", model, "--require", "attn_*")[0] == 0
     assert cli("compare", pair.reference, pair.path)[0] == 0
 
 

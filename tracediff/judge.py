@@ -217,4 +217,4 @@ def verdict(
 
 
 def _missing(op: OpResult, policy: Policy) -> bool:
-    return op.status == "unmatched" and op.candidate is None and policy.requires(op.op)
+    return op.status == "unmatched" and (op.candidate is None or op.for_some_tokens) and policy.requires(op.op)

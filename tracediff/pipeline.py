@@ -177,7 +177,7 @@ def _with_replay(op: OpResult, ours: "Judged", theirs: "Judged | None" = None) -
     local, reference_local = ours.locals.get(key), theirs.locals.get(key) if theirs else None
     if wrong and wrong.some_tokens:
         note = f"{wrong.shapes}: if it holds some tokens, say which in its rows"
-        return replace(op, status="unmatched", note=note)
+        return replace(op, status="unmatched", note=note, for_some_tokens=True)
     segment = local.segment if local and local.faulty else (op.op,) if wrong else ()
     if begins := ours.begins_late(op.step, segment):
         return replace(op, status="undecided", note=_LATE.format(begins))

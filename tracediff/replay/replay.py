@@ -144,7 +144,8 @@ class Replay:
                 return local if other.faulty else replace(other, judgement="undecided")
             return local
         if not choice.settled:
-            return self._fitting.best_of(record, self._fitting.in_question(record, self._planner.candidates(record)))
+            local = self._fitting.best_of(record, self._fitting.in_question(record, self._planner.candidates(record)))
+            return (self._of_inputs_anew(record, choice, local) if local.faulty else None) or local
         local = self._fitting.best_of(record, choice.schemes, looked)
         if not local.faulty:
             return local
@@ -234,18 +235,22 @@ class Replay:
         return next((local for local in found if local.judgement == "sound"), None)
 
     def _of_inputs_anew(self, record: OpRecord, choice: Choice, local: Local) -> Local | None:
-        """A record in float32 that is off in single values alone, if it is right where the product that it passes on
-        was made once more for it: compilers fuse a matmul with its rotation, and others read it from memory. (JAX on an
-        H200: rotated keys at position 0 were other float32 numbers than those that were recorded.)
+        """A record in float32 that is off in single values alone, if it is right where what it passes on was made once
+        more for it: compilers fuse a matmul with its rotation, and others read it from memory. (JAX on an H200: rotated
+        keys at position 0 were other float32 numbers than those that were recorded.) Or where what it adds up was
+        rounded to float32 in the trace alone, by an engine that computes in float64, or adds to a sum before it is
+        rounded: where the two nearly cancel that is off by many roundings of the result.
         """
         op = self._recomputation.op_of(record)
-        if record.dtype != "f32" or local.nmse > local.floor or not KINDS[op.kind].keeps_part:
+        if record.dtype != "f32" or local.nmse > local.floor or not (KINDS[op.kind].keeps_part or op.kind == "add"):
             return None
-        products = (name for name in op.inputs if name in self.graph and self.graph[name].kind == "linear")
-        read = (self.trace.ops.get((record.step, name)) for name in products)
+        kinds = ("linear", "linear_id", "add") if op.kind == "add" else ("linear",)
+        made = (name for name in op.inputs if name in self.graph and self.graph[name].kind in kinds)
+        read = (self.trace.ops.get((record.step, name)) for name in made)
         judged = (one for one in read if one and one.rows == record.rows and one in self.records.get(one.op, ()))
         inputs = {one: self.choice(one) for one in judged}
-        if not inputs or not all(of.settled for of in inputs.values()):
+        # No sum is settled of an engine whose sums are all so.
+        if not inputs or not all(of.settled or self.graph[one.op].kind == "add" for one, of in inputs.items()):
             return None
         found = self._fitting.of_inputs_anew(record, choice.schemes, {one: of.schemes[0] for one, of in inputs.items()})
         return replace(found, made_anew=True) if found.judgement == "sound" else None

@@ -66,7 +66,7 @@ class Local:
     judgement: Judgement
     flips: int = 0
     ties: int = 0  # tokens of which the segment took another expert, of two whose scores are as good as equal
-    made_anew: bool = False  # of products that the engine computed once more, not of those that it recorded
+    made_anew: bool = False  # of values that the engine computed once more, or holds in more digits than it recorded
     sharpness: float = 0.0  # the smallest relative scale error that would exceed the floor
     limit: float | None = None  # what may be left of a sound record, where that is less than the floor
     weight: str | None = None  # in the file, the first that it is made with: of a tied head the embedding's
@@ -168,6 +168,7 @@ class OpResult:
     cause: Cause | None = None
     held: tuple[str, ...] = ()  # weights that are wrong in memory, with which it was computed as they were recorded
     undone: Undone | None = None
+    for_some_tokens: bool = False  # recorded for some, it does not say which: nothing can be said of it
     in_some_steps: bool = False  # its cause is not in others, which would show it
     reads: str | None = None  # what the cause's words call its input, where it has one
     common: dict[str, str] = field(default_factory=dict)  # each mistake of it in words that suit others that have it
