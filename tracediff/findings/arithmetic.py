@@ -55,8 +55,8 @@ def _said(fits: _Fits) -> Iterator[str]:
         )
     # Beside what is wrong it may be that, too.
     if (anew := sum(local.made_anew for _, local in passing)) and len(passing) == len(fits):
-        made = f"{count(anew, 'record')} of values made once more, or held in more digits, than were recorded"
-        yield f"{made}: a fused kernel, or float64, no fault"
+        made = f"{count(anew, 'record')} of products that were made once more, not of those that were recorded"
+        yield f"{made}: a fused kernel, no fault"
     if passing:
         linear = [local.sharpness for op, local in passing if op.kind == "linear" and len(local.segment) == 1]
         seen = f"; a scale error of {number(max(linear))} in a matmul shows" if linear else ""

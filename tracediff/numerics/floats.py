@@ -75,7 +75,7 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class Float(Rounding):
-    """A shorter float: to it and back. `mantissa` in bits; float32 is short of nothing that engines compute with."""
+    """A shorter float: to it and back. `mantissa` in bits."""
 
     dtype: torch.dtype = torch.float32
     mantissa: int = 0

@@ -49,7 +49,7 @@ from tracediff.numerics.groups import (
 
 half = Float("f16", "float16", dtype=torch.float16, mantissa=10)
 bfloat = Float("bf16", "bfloat16", dtype=torch.bfloat16, mantissa=7)
-single = Float("f32", "float32", dtype=torch.float32)
+single = Float("f32", "float32", dtype=torch.float32, mantissa=23)
 tf32 = TF32("tf32", "TF32", dtype=torch.float32, mantissa=10)
 q8_0 = Q80("q8_0", "q8_0 blocks", 32, torch.float16)
 _KNOWN = {

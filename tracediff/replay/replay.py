@@ -144,8 +144,7 @@ class Replay:
                 return local if other.faulty else replace(other, judgement="undecided")
             return local
         if not choice.settled:
-            local = self._fitting.best_of(record, self._fitting.in_question(record, self._planner.candidates(record)))
-            return (self._of_inputs_anew(record, choice, local) if local.faulty else None) or local
+            return self._fitting.best_of(record, self._fitting.in_question(record, self._planner.candidates(record)))
         local = self._fitting.best_of(record, choice.schemes, looked)
         if not local.faulty:
             return local
@@ -235,22 +234,18 @@ class Replay:
         return next((local for local in found if local.judgement == "sound"), None)
 
     def _of_inputs_anew(self, record: OpRecord, choice: Choice, local: Local) -> Local | None:
-        """A record in float32 that is off in single values alone, if it is right where what it passes on was made once
-        more for it: compilers fuse a matmul with its rotation, and others read it from memory. (JAX on an H200: rotated
-        keys at position 0 were other float32 numbers than those that were recorded.) Or where what it adds up was
-        rounded to float32 in the trace alone, by an engine that computes in float64, or adds to a sum before it is
-        rounded: where the two nearly cancel that is off by many roundings of the result.
+        """A record in float32 that is off in single values alone, if it is right where the product that it passes on
+        was made once more for it: compilers fuse a matmul with its rotation, and others read it from memory. (JAX on an
+        H200: rotated keys at position 0 were other float32 numbers than those that were recorded.)
         """
         op = self._recomputation.op_of(record)
-        if record.dtype != "f32" or local.nmse > local.floor or not (KINDS[op.kind].keeps_part or op.kind == "add"):
+        if record.dtype != "f32" or local.nmse > local.floor or not KINDS[op.kind].keeps_part:
             return None
-        kinds = ("linear", "linear_id", "add") if op.kind == "add" else ("linear",)
-        made = (name for name in op.inputs if name in self.graph and self.graph[name].kind in kinds)
-        read = (self.trace.ops.get((record.step, name)) for name in made)
+        products = (name for name in op.inputs if name in self.graph and self.graph[name].kind == "linear")
+        read = (self.trace.ops.get((record.step, name)) for name in products)
         judged = (one for one in read if one and one.rows == record.rows and one in self.records.get(one.op, ()))
         inputs = {one: self.choice(one) for one in judged}
-        # No sum is settled of an engine whose sums are all so.
-        if not inputs or not all(of.settled or self.graph[one.op].kind == "add" for one, of in inputs.items()):
+        if not inputs or not all(of.settled for of in inputs.values()):
             return None
         found = self._fitting.of_inputs_anew(record, choice.schemes, {one: of.schemes[0] for one, of in inputs.items()})
         return replace(found, made_anew=True) if found.judgement == "sound" else None
@@ -419,9 +414,10 @@ class Replay:
         """What a reader must know of how the trace was written."""
         for name, on_the_way in self._recorded.on_the_way.items():
             if on_the_way:
+                wider = "float64" if name == "f32" else "float32"
                 yield (
                     f"{self.trace.path}: values were rounded to {rounding_named(name).words} on the way to the file, "
-                    "for the engine computed with others. The floors of what reads them allow for it: write float32, "
+                    f"for the engine computed with others. The floors of what reads them allow for it: write {wider}, "
                     "and smaller mistakes show."
                 )
 

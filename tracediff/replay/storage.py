@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tracediff.model.graph import Graph, Op
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.floors import UNIT
 from tracediff.numerics.roundings import rounding_named
 from tracediff.trace.format import OpRecord
@@ -66,13 +67,13 @@ def _n_telling(values: Tensor) -> int:
 
 
 def rounded_on_the_way(recorded: "Recorded", graph: Graph) -> dict[str, bool | None]:
-    """Of float16 and bfloat16: whether values that stand in the trace so were rounded by who wrote it.
+    """Of float32, float16 and bfloat16: whether values that stand in the trace so were rounded by who wrote it.
 
     What an engine holds is what its next op reads; what was rounded on the way to the file is not. A sum of two values
     tells: rounded or cut off once, it is the number that was recorded, or its terms were others. None where no sum is
-    recorded with its terms.
+    recorded with its terms, but of float32, which most engines compute in.
     """
-    shown: dict[str, list[float]] = {"f16": [], "bf16": []}
+    shown: dict[str, list[float]] = {"f32": [], "f16": [], "bf16": []}
     for record, op in _sums(recorded, graph):
         places = [(record.step, name, record.rows) for name in op.inputs]
         terms = [recorded.value(place) for place in places]
@@ -83,13 +84,14 @@ def rounded_on_the_way(recorded: "Recorded", graph: Graph) -> dict[str, bool | N
         exact = terms[0] + terms[1]
         if float(((y - exact).abs() <= 2 * reduce(torch.add, sizes)).double().mean()) < _WITHIN:
             continue
-        ways = (storage, f"cut {storage}") if storage in shown else (storage,)
+        ways = (storage, f"cut {storage}") if storage in HALVES else (storage,)
         error = min(float((y - rounding_named(way)(exact)).square().sum()) for way in ways)
         for name in shown.keys() & types:
             steps = [rounding_named(name).step(x) for x, of in zip(terms, types, strict=True) if of == name]
             if size := float(sum(step.square().sum() for step in steps)):  # zeros are held in any type
                 shown[name].append(12 * error / size)
-    return {name: median(of) > _SHOWN if of else None for name, of in shown.items()}
+    told = {name: median(of) > _SHOWN if of else None for name, of in shown.items()}
+    return told | {"f32": bool(told["f32"])}  # so little is not allowed for where nothing tells
 
 
 def _sums(recorded: "Recorded", graph: Graph) -> Iterator[tuple[OpRecord, Op]]:

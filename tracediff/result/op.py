@@ -66,7 +66,7 @@ class Local:
     judgement: Judgement
     flips: int = 0
     ties: int = 0  # tokens of which the segment took another expert, of two whose scores are as good as equal
-    made_anew: bool = False  # of values that the engine computed once more, or holds in more digits than it recorded
+    made_anew: bool = False  # of products that the engine computed once more, not of those that it recorded
     sharpness: float = 0.0  # the smallest relative scale error that would exceed the floor
     limit: float | None = None  # what may be left of a sound record, where that is less than the floor
     weight: str | None = None  # in the file, the first that it is made with: of a tied head the embedding's
