@@ -392,14 +392,14 @@ def test_a_trace_of_another_file_of_the_model_says_so(models: Models, torch_trac
     trace = torch_trace(other)
     result = check_trace(trace, right, effort=Effort(seconds=5))
     assert result.verdict == "diverged"
-    assert result.notes[0] == (
+    assert result.details[-1] == (
         f"{trace}: its first line says that the engine multiplied with Q8_0 weights of {other.name}; {right.name} has "
         "F16. If it read another file, judge it with that one: --model."
     )
     assert not any("its first line says" in note for note in check_trace(trace, other).notes)
     header, _, rest = trace.read_text().partition("\n")  # an engine that tells no type of its weights
     trace.write_text(json.dumps({**json.loads(header), "model": f"../{other.name}", "weights": None}) + "\n" + rest)
-    assert check_trace(trace, right, effort=Effort(seconds=5)).notes[0] == (
+    assert check_trace(trace, right, effort=Effort(seconds=5)).details[-1] == (
         f"{trace}: its first line says that the model is ../{other.name}; {right.name} does not explain 2 "
         "matmuls. If it read another file, judge it with that one: --model."
     )

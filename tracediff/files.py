@@ -23,6 +23,11 @@ def check(out: Path, inputs: Iterable[Path], ours: Ours) -> None:
     """Whether `out` may be written, before any work is done for it; raises OutputError and says why not."""
     refuse_inputs(out, inputs)
     refuse_foreign(out, ours)
+    require_folder(out)
+
+
+def require_folder(out: Path) -> None:
+    """Raises OutputError where the folder of `out` is not there, or cannot be written to."""
     folder = Path(os.path.realpath(out)).parent
     if not folder.is_dir():
         raise OutputError(f"{out}: there is no folder {folder}. Make it, or give another place.")

@@ -269,11 +269,14 @@ def _result(
         normal=measure_normal(reference, candidate),
         storage=measure_storage(ops),
         coverage=coverage,
-        notes=(*other_file, *notes, *unsought(ops, effort.seconds)),
+        notes=(*notes, *unsought(ops, effort.seconds)),
         undecided=undecided,
         model=str(model.path) if model else None,
     )
-    return told(result)
+    result = told(result)
+    if outcome == "diverged":  # before all that follows from it
+        return replace(result, details=(*result.details, *other_file))
+    return replace(result, notes=(*other_file, *result.notes))
 
 
 def _replayed(

@@ -203,6 +203,9 @@ class Explainer:
                 yield kin, first, given
                 continue
             is_told, name = self._is_told(first, kin.budget), local_name(first.record.op)
+            if (told := self._told[first.record.step, first.record.op]) and told.is_same:
+                yield kin, first, None
+                continue
             best = None
             if not (known_first and name in unknown):
                 best = Search(kin).of(first, within(progress, done, n), only_known=is_told or known_first)

@@ -1,6 +1,7 @@
 """What a trace leaves open: ops that one side lacks, and notes on the traces themselves."""
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from tracediff.english import count, listed
 from tracediff.findings.places import of_names
@@ -55,7 +56,8 @@ def _gaps(coverage: Coverage, first: Segment | None) -> Iterator[Said]:
         (coverage.some_tokens, "recorded for some tokens only"),
     ):
         if ops:
-            yield Said("gaps", f"{what}: {listed(by_name(ops))}.")
+            meant = _meant(coverage) if ops is coverage.unknown else ""
+            yield Said("gaps", f"{what}: {listed(by_name(ops))}.{meant}")
     blind = [segment for segment in coverage.segments if segment.blind]
     if blind:
         widest = max(segment.floor for segment in blind)
@@ -68,6 +70,15 @@ def _gaps(coverage: Coverage, first: Segment | None) -> Iterator[Said]:
             f"Record {to_record(first, coverage)} to split the segment of {len(first.ops)} ops that ends in {first.op} "
             f"({'faulty' if first.faulty else 'blind'}, step {first.step}) into parts of at most {first.largest}.",
         )
+
+
+def _meant(coverage: Coverage) -> str:
+    """Which op that was not recorded has nearly the name of one that was, and is none."""
+    lacking = {local_name(op) for segment in coverage.segments for op in segment.ops[:-1]}
+    lacking |= {*map(local_name, coverage.unjudged)}
+    pairs = {(name, *get_close_matches(name, sorted(lacking), 1)) for name in map(local_name, coverage.unknown)}
+    meant = [f"{name} {pair[0]}" for name, *pair in sorted(pairs) if pair]
+    return f" Is {listed(meant)}, which was not recorded?" if meant else ""
 
 
 def _unmatched(result: Result) -> Iterator[Said]:

@@ -48,11 +48,11 @@ def trace_notes(trace: Trace) -> list[str]:
 
 
 def of_another_file(trace: Trace, name: str, arch: str, matmul_type: str, ops: Iterable[OpResult]) -> list[str]:
-    """That the trace says that its weights are of another type than the file's, or of another architecture, where
-    something is wrong; or that they are another file's, where nothing explains what is wrong in a matmul.
+    """That the trace says that its model is of another architecture, or, where something is wrong, that its weights are
+    of another type than the file's; or that they are another file's, where nothing explains what is wrong in a matmul.
     """
     header, faulty = trace.header, [op for op in ops if op.status == "faulty"]
-    if not faulty:
+    if not faulty and (not header.arch or header.arch == arch):
         return []
     matmuls = {op.op for op in faulty if op.kind == "linear" and not op.cause}
     other = header.model if header.model and Path(header.model).name != name else None

@@ -442,8 +442,12 @@ class Planning:
         recorded = self._recomputation.recorded
         if recorded.n_tokens(record.step) == 1 or record.size < _VALUES:
             return False
-        seen = [(np.isfinite(piece).all(), piece.any()) for piece in recorded.trace.pieces(record)]
-        return all(finite for finite, _ in seen) and any(not_zero for _, not_zero in seen)
+        not_zero = False
+        for piece in recorded.trace.pieces(record):
+            if not np.isfinite(piece).all():
+                return False
+            not_zero = not_zero or bool(piece.any())
+        return not_zero
 
 
 def _best(known: Sequence[Known]) -> Mapping[str, Known]:

@@ -132,8 +132,9 @@ class Stored:
     def wide(self) -> np.ndarray:
         """The values as float64, shaped."""
         values = np.empty(self.size)
-        for cut, piece in self.pieces():
-            values[cut] = piece
+        with np.errstate(invalid="ignore"):  # NaN of bytes that are no floats may be signalling
+            for cut, piece in self.pieces():
+                values[cut] = piece
         return values.reshape(self.shape)
 
     @property

@@ -19,6 +19,8 @@ def misfit(op: str, found: tuple[int, ...], expected: tuple[int, ...], may_be_fl
     """None where the shapes agree, heads side by side or apart."""
     if same_shape(found, expected, may_be_flat):
         return None
+    if found[:1] == (1,) and same_shape(found[1:], expected, may_be_flat):
+        return Misfit("an axis of 1 in front, as of a batch: leave it out of the shape")
     if may_be_flat and {len(found), len(expected)} == {2, 3}:
         found, expected = ((n, math.prod(rest)) for n, *rest in (found, expected))
     axes = axes_of(op, len(expected))

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tracediff.errors import TraceError
-from tracediff.files import refuse_inputs, sync
+from tracediff.files import refuse_inputs, require_folder, sync
 from tracediff.trace.format import Header
 from tracediff.trace.reader import Trace
 from tracediff.trace.reading import header_of
@@ -56,10 +56,12 @@ def staged(out: Path, inputs: Iterable[Path] = (), *, keep_cut: bool = True) -> 
 def check(out: Path, inputs: Iterable[Path] = ()) -> None:
     """Whether a trace may be written there, before any work is done for it.
 
-    Raises TraceError where one of its two files exists and is no trace's, OutputError where this run reads one.
+    Raises TraceError where one of its two files exists and is no trace's, OutputError where this run reads one, and
+    where there is no folder or none that can be written to.
     """
     if out.suffix != ".trace":
         raise TraceError(f"{out}: a trace is two files, NAME.trace and NAME.bin. Name it {out.name}.trace.")
+    require_folder(out)
     inputs = [*inputs]
     for path in _both(out):
         refuse_inputs(path, inputs)

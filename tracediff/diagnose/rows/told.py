@@ -14,7 +14,8 @@ Row = tuple[int, int]  # a sequence, and a position of it
 class Told:
     """What was read, in words of the first token that tells it, and the NMSE that is left of the record; infinite where
     not all that is wrong tells. `common` is true of other records that have it too, `look` where to look. `is_sure`:
-    all rows are known, so no edit would explain it better.
+    all rows are known, so no edit would explain it better; `is_same` that the record is another value number for
+    number, so that no mistake is sought.
     """
 
     text: str
@@ -22,6 +23,7 @@ class Told:
     common: str
     look: str
     is_sure: bool = True
+    is_same: bool = False
 
     def explains(self, error: Local) -> bool:
         """Whether next to nothing is left of the record; what is cached in half precision leaves that."""
