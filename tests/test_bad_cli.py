@@ -365,7 +365,7 @@ def test_a_bug_in_the_search_for_one_cause_leaves_the_others(
 @pytest.mark.parametrize(
     ("out", "expected"),
     [
-        ("no/a.trace", "cannot write the trace: No such file or directory. Free some space or choose another place"),
+        ("no/a.trace", "/no. Make it, or give another place."),
         (".", "a trace is two files, NAME.trace and NAME.bin. Name it "),
         ("a.bin", "a trace is two files, NAME.trace and NAME.bin. Name it a.bin.trace."),
         ("model.gguf", "a trace is two files, NAME.trace and NAME.bin. Name it model.gguf.trace."),

@@ -135,8 +135,13 @@ def test_end_and_padding_by_the_vocabulary(sentencepiece: Vocabulary) -> None:
     assert why(prompt, (*prompt, 2), sentencepiece) == said
     padded = f"The candidate is padded on the right with 1 times 3: {PADDED}"
     assert why(prompt, (*prompt, 3), sentencepiece) == padded
-    truncated = "The reference lacks 1 of 3 tokens, the last: its prompt was truncated on the right."
-    assert why(prompt, (*prompt, 50), sentencepiece).startswith(truncated)
+    more = (
+        "The candidate was fed 1 more than the reference's 2 tokens, the last. Or was the reference's prompt truncated on "
+        "the right: is its context or batch too small?"
+    )
+    assert why(prompt, (*prompt, 50), sentencepiece) == more
+    twice = "The candidate was fed its first token, 50, twice."
+    assert why((50, *prompt), (50, 50, *prompt), sentencepiece) == twice
     front = "The candidate has one more token in front, 1: a BOS added where none belongs."
     assert why(prompt[1:], prompt, sentencepiece) == front
 

@@ -71,6 +71,8 @@ def _begin(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:
         if bos is not None:
             said = "the BOS, doubled." if a[:1] == b[:1] else "a BOS added where none belongs."
         yield f"The candidate has one more token in front, {b[0]}: {said}"
+    elif b[1:] == a and a[:1] == b[:1]:
+        yield f"The candidate was fed its first token, {b[0]}, twice."
 
 
 def _end(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:
@@ -98,11 +100,20 @@ def _truncated(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:
         n = len(x) - len(y)
         if n <= 0 or not y:
             continue
-        lacks = f"The {name} lacks {n} of {len(x)} tokens"
-        if x[:-n] == y:
-            yield f"{lacks}, the last: its prompt was truncated on the right. Is its context or batch too small?"
-        elif x[n:] == y or (x[:1] == y[:1] and x[n + 1 :] == y[1:] and len(y) > 1):
-            yield f"{lacks}, at the front: its prompt was truncated on the left. Is its context too small?"
+        last = x[:-n] == y
+        if not last and not (x[n:] == y or (x[:1] == y[:1] and x[n + 1 :] == y[1:] and len(y) > 1)):
+            continue
+        where, side, small = ("the last", "right", "context or batch") if last else ("at the front", "left", "context")
+        if name == "candidate":
+            yield (
+                f"The candidate lacks {n} of {len(x)} tokens, {where}: its prompt was truncated on the {side}. Is its "
+                f"{small} too small?"
+            )
+        else:  # the candidate is what is asked about first
+            yield (
+                f"The candidate was fed {n} more than the reference's {len(y)} tokens, {where}. Or was the reference's "
+                f"prompt truncated on the {side}: is its {small} too small?"
+            )
 
 
 def _split_special(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:

@@ -295,7 +295,8 @@ def _of_all_heads(op: Op, context: Context) -> Variants:
 
 @AREA.mistake(
     "norm_f32_overflow", "the sum of squares overflows float32, so what is normed becomes 0",
-    "what made values of 1e18 and more: the norm is as right as float32 lets it be", RMS_NORM,
+    "what made values of 1e18 and more: the norm is as right as float32 lets it be",
+    Where(("rms_norm", "layer_norm")),
 )  # fmt: skip
 def _overflows(op: Op, context: Context) -> Variants:
     if _is_beyond(op, context, _LARGEST):
@@ -386,6 +387,18 @@ def _in_half(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _rms_norm(op: Op, _: Context) -> Variants:
     yield computing(op, rms_norm), "the mean is not subtracted before norming"
+
+
+@AREA.mistake(
+    "variance_uncentred", "the variance is the mean of squares: the mean is subtracted from the values alone",
+    "what is squared in the norm: what is left when the mean is subtracted", Where(("layer_norm",)),
+)  # fmt: skip
+def _uncentred(op: Op, _: Context) -> Variants:
+    def function(x: Tensor, *weights: Tensor, eps: float) -> Tensor:
+        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return scaled((x - x.mean(-1, keepdim=True)) * inverse, *weights)
+
+    yield computing(op, function), "the mean is not subtracted from what is squared, only from what is divided"
 
 
 AREA.mistake("norm_bias_missing", "the norm's bias is not added", "whether the loader reads the norm's .bias", NORM)(
