@@ -136,8 +136,8 @@ def test_end_and_padding_by_the_vocabulary(sentencepiece: Vocabulary) -> None:
     padded = f"The candidate is padded on the right with 1 times 3: {PADDED}"
     assert why(prompt, (*prompt, 3), sentencepiece) == padded
     more = (
-        "The candidate was fed 1 more than the reference's 2 tokens, the last. Or was the reference's prompt truncated on "
-        "the right: is its context or batch too small?"
+        "The candidate was fed 1 more than the reference's 2 tokens, the last. Or was the reference's prompt truncated "
+        "on the right: is its context or batch too small?"
     )
     assert why(prompt, (*prompt, 50), sentencepiece) == more
     twice = "The candidate was fed its first token, 50, twice."

@@ -291,6 +291,23 @@ def test_half_precision_read_as_float32(half: str, at: int, broken: Broken, foun
     assert what.endswith(f": the bits look like pairs of {half} values, not like f32")
 
 
+def test_float64_read_as_float32(broken: Broken, found: Callable[..., Any]) -> None:
+    values = broken.read(EMBEDDING).astype(np.float64).reshape(-1)
+    broken.poke(EMBEDDING, (values[: len(values) // 2] * 1.1).view(np.float32))
+    ((line, level, what, then),) = found(with_model=False)
+    assert (line, level) == (EMBEDDING + 1, "violation")
+    assert what.endswith(": the bits look like halves of f64 values, not like f32")
+    assert then == 'Write "dtype":"f64", or convert the values.'
+
+
+def test_big_endian_values(broken: Broken, found: Callable[..., Any]) -> None:
+    values = broken.read(EMBEDDING).astype(np.float32)
+    broken.poke(EMBEDDING, (values * np.float32(1.1)).byteswap())
+    whats = {what.partition(": ")[2]: then for _, _, what, then in found(with_model=False)}
+    words = "the bytes look like those of big-endian values, not like f32"
+    assert whats[words] == "Write them in little-endian order."
+
+
 @pytest.mark.parametrize("rounding", ["f16", "bf16", "f64", "integers", "q8"])
 def test_rounded_float32_is_not_half_precision(rounding: str, broken: Broken, found: Callable[..., Any]) -> None:
     for at in (EMBEDDING, NORM, Q, -2):

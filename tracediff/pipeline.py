@@ -24,7 +24,8 @@ from tracediff.names import kind_of, layer_of
 from tracediff.replay.cluster import Cluster, connected
 from tracediff.replay.coverage import measure_coverage
 from tracediff.replay.starting import begin
-from tracediff.result import Cause, OpResult, Result, WeightResult
+from tracediff.result import Cause, Divergence, OpResult, Result, WeightResult
+from tracediff.trace.misread import misread
 from tracediff.trace.ranks import Ranks
 from tracediff.trace.reader import Trace
 from tracediff.trace.runs import Paths, open_trace
@@ -275,8 +276,15 @@ def _result(
     )
     result = told(result)
     if outcome == "diverged":  # before all that follows from it
-        return replace(result, details=(*result.details, *other_file))
+        return replace(result, details=(*result.details, *other_file, *_of_another_type(first, candidate)))
     return replace(result, notes=(*other_file, *result.notes))
+
+
+def _of_another_type(first: Divergence | None, trace: Trace) -> Iterator[str]:
+    """That the first record that diverges looks as if it was written as another type than the trace says."""
+    record = trace.ops.get((first.step, first.op)) if first else None
+    if record and record.dtype == "f32" and (looks := misread(trace.values(record))):
+        yield f"{record.op} holds what is no float32: {looks[0]}. {looks[1]}"
 
 
 def _replayed(

@@ -20,6 +20,7 @@ from tracediff.inspect.against_model import against_model, names
 from tracediff.names import kind_of, split
 from tracediff.result import Remark, Statistics, Validation
 from tracediff.trace.format import Values
+from tracediff.trace.misread import misread
 from tracediff.trace.reader import Trace
 from tracediff.trace.runs import files_of_run, together
 
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
 _NOT_FINITE = "Is that memory written before it is recorded? If the engine computes it: the first of them is the place."
 _ZERO = "Is it recorded before the kernel has run, or from a buffer that nobody fills?"
 _LISTED, _OF_A_SORT = 1000, 100  # findings
-_ENOUGH = 64  # values that look like half precision by chance: not so many
-# Standard deviations of the exponents of values that belong together, in octaves; normal ones have 1.6. Random bits
-# have 74 as bf16 and 9 as f16, and f16 values taken for bf16, an octave of which is 8 exponents, have 13.
-_SPREAD = {"bf16": 6.0, "f16": 5.0}
 # Relative to the largest value: what sums in float32, or a rounding on the way to the file, may make of a statistic.
 _SAME = {"f64": 1e-3, "f32": 1e-3, "f16": 4e-3, "bf16": 1.6e-2}
 # Ops that engines compute in the buffer of the op before.
@@ -154,10 +151,8 @@ def _data(line: int, name: str, record: Values, values: np.ndarray) -> Iterator[
         yield Remark(line, "warning" if masked else "violation", what, then)
     elif found.rms == 0 and not name.endswith(".bias") and not (record.shard and record.shard.sum):
         yield Remark(line, "violation", f"{name}: all {record.size:,} values are 0", _ZERO)
-    half = _half_read_as_float(values) if record.dtype == "f32" else None
-    if half:
-        what = f"{name}: the bits look like pairs of {half} values, not like f32"
-        yield Remark(line, "violation", what, f'Write "dtype":"{half}".')
+    if record.dtype == "f32" and (looks := misread(values)):
+        yield Remark(line, "violation", f"{name}: {looks[0]}, not like f32", looks[1])
     if record.has_statistics and not scores:  # of scores some leave out what the mask will hide
         keys = ("min", "max", "mean", "rms", "nan", "inf")
         wrong = [key for key in keys if not _agree(record, found, key)]
@@ -175,25 +170,6 @@ def _agree(record: Values, found: Statistics, key: str) -> bool:
     if said is None or found.min is None or found.max is None:
         return True
     return math.isclose(said, is_, abs_tol=_SAME[record.dtype or "f32"] * max(abs(found.min), abs(found.max)))
-
-
-def _half_read_as_float(values: np.ndarray) -> str | None:
-    """The type of which two values fill each float32: then both halves of its bits have exponents of one kind.
-
-    Of real float32 values the lower half is the end of a mantissa: random, or zero where it was rounded.
-    """
-    bits = np.ascontiguousarray(values.reshape(-1)[: 1 << 20]).view(np.uint32)
-    low, high = bits & 0xFFFF, bits >> 16
-    both = (low & 0x7FFF != 0) & (high & 0x7FFF != 0)
-    low, high = low[both], high[both]
-    if low.size < max(_ENOUGH, values.size // 2 if values.size < 1 << 20 else 1 << 19):
-        return None
-    for name, mantissa in (("bf16", 7), ("f16", 10)):
-        exponents = [(half & 0x7FFF).astype(np.int32) >> mantissa for half in (low, high)]
-        spread = _SPREAD[name]
-        if max(e.std() for e in exponents) < spread and abs(exponents[0].mean() - exponents[1].mean()) < spread:
-            return name
-    return None
 
 
 def _shared_bytes(trace: Trace) -> Iterator[Remark]:
