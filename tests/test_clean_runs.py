@@ -259,6 +259,7 @@ def test_gelu_from_a_table_is_clean_behind_hidden_states(
     assert check_trace(path, model).verdict == "match"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capture", ["all", "layers"])
 def test_gelu_in_half_precision_is_not_said_to_be_looked_up(
     capture: Literal["all", "layers"], tiny: Callable[[str], Path], tmp_path: Path
@@ -291,6 +292,7 @@ def test_sums_of_rows_that_are_no_multiples_of_blocks_are_judged(
     assert check_trace(path, tiny(arch)).verdict == "match"
 
 
+@pytest.mark.slow
 def test_what_a_mask_is_filled_with_is_infinite_in_half_precision(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """Chameleon's logits of images are float32's least number, which is no number of bfloat16."""
     options = TorchOptions(dtype="bf16", capture="layers")
@@ -332,6 +334,7 @@ def test_a_segment_may_have_what_the_trace_has_elsewhere(models: Models, tmp_pat
     assert replay.judge(record).judgement == "faulty"
 
 
+@pytest.mark.slow
 def test_what_may_be_drowned_roundings_or_a_mistake_of_their_size_is_blind(models: Models, torch_trace: Tracer) -> None:
     """A float32 engine whose logits are 4% off: about as far from right as a quantised cache would take them."""
     model = models(Shape("qwen2", n_layer=3, n_embd=256, n_head=8, n_head_kv=2, n_ff=512), "Q8_0")

@@ -116,6 +116,7 @@ def test_hidden_states_alone_name_a_missing_bias(weights: str, models, torch_tra
     assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {"bias_missing"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [pytest.param("F16", marks=pytest.mark.slow), "Q8_0"])
 @pytest.mark.parametrize(
     ("layers", "n_decode"),
@@ -133,6 +134,7 @@ def test_layers_beside_mistaken_ones_pass_in_the_engines_arithmetic(
     assert {op.cause and op.cause.name for op in result.faulty} == {"rope_theta"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "n_faulty"),
     [("residual_normed@0", 1), pytest.param("attention_scale", 3, marks=pytest.mark.slow)],
@@ -234,6 +236,7 @@ def test_mistaken_dequantisation_is_named(fault: str, models, torch_trace) -> No
     assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {fault}
 
 
+@pytest.mark.slow
 def test_a_misread_type_in_a_file_that_mixes_types(models, torch_trace) -> None:
     """Tried on top of it: the weight of another layer, which is of another type there."""
     model, where = models("k-quants", "Q4_K_M"), "blk.2.attn_v"
@@ -317,6 +320,7 @@ def test_one_row_is_not_explained_by_what_other_rows_contradict(models, torch_tr
     assert found.shape == "every value is 0.999 times what it should be"
 
 
+@pytest.mark.slow
 def test_several_mistakes_of_one_row_are_contradicted_by_the_prompts_rows(tiny, tmp_path: Path) -> None:
     """A norm of another power than the second was "multiplied by 1.27, and eps is added outside the root, and eps is
     1e-07" in each decoded row: of the three the last has no number of its own.
@@ -406,6 +410,7 @@ def test_a_soft_cap_after_the_mask_leaves_no_probability_zero(tiny, tmp_path: Pa
     assert {op.cause.text if op.cause else op.shape for op in faulty} == {words}
 
 
+@pytest.mark.slow
 def test_activations_that_are_cast_to_blocks_are_named_though_no_matmul_tells_the_arithmetic(
     models, tmp_path: Path
 ) -> None:
@@ -419,6 +424,7 @@ def test_activations_that_are_cast_to_blocks_are_named_though_no_matmul_tells_th
     assert {op.cause.text if op.cause else op.shape for op in faulty} == {words}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_keys_of_a_last_block_that_is_not_full_are_told_in_decode_alone(size: int, models, tmp_path: Path) -> None:
     model = Model(models("k-quants", "F16"))
@@ -477,6 +483,7 @@ def test_whose_layers_cache_is_read(words, steps, first, weights, capture, model
     assert min(op.layer for op in faulty) == first
 
 
+@pytest.mark.slow
 def test_what_the_head_tells_is_held_against_roundings_of_few_engines(tiny, tmp_path: Path) -> None:
     """Of single layers and steps 8-bit roundings left less than what is right, though the head was seen to be exact."""
     model = Model(tiny("llama"))
@@ -552,6 +559,7 @@ def test_what_is_alike_from_outside_is_said_to_be(
     assert other in cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [pytest.param("rope_pairing", marks=pytest.mark.slow), "attention_scale"])
 def test_what_is_alike_elsewhere_is_not_said_where_it_is_not(fault: str, models, torch_trace) -> None:
     """Permuted rows of Q and K come to the other pairing where they have no bias; one scale for another is no scale

@@ -409,6 +409,7 @@ SPECIFICATION = (ROOT / "docs/trace-format.md").read_text()
 RECORDS = {"trace": Header, "weight": Weight, "step": Step, "op": OpRecord, "end": End}
 
 
+@pytest.mark.slow
 def test_several_mistakes_that_no_list_has_are_each_put_into_words(
     raw_model: Callable[[str], Path], tmp_path: Path
 ) -> None:  # fmt: skip

@@ -148,6 +148,7 @@ def test_an_answer_against_a_trainer(models: Models, cli: Cli, tmp_path: Path) -
 # --- hidden states, routes, logits, trees ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hidden_states_of_vllm(models: Models, cli: Cli, refused: Callable[..., str], tmp_path: Path) -> None:
     model = models("tiny")
     trace = Trace(trace_torch(model, tmp_path / "a.trace", TorchOptions(dtype="bf16"), TOKENS))

@@ -96,6 +96,7 @@ def test_what_two_sides_make_in_two_ways_is_not_compared(tiny: Tiny, tmp_path: P
     assert apart >= {"blk.1.attn_k_b", "blk.1.attn_q_rope", "blk.1.attn_k_rope", "blk.1.attn_kqv", "blk.1.attn_v_b"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capture", ["all", "layers"])
 def test_mistakes_of_keys_and_values_of_each_head_are_named(capture: str, tiny: Tiny, tmp_path: Path) -> None:
     model = Model(tiny("deepseek2"))

@@ -2025,6 +2025,7 @@ def test_half_precision_that_is_stored_wider_is_sound_behind_hidden_states(model
         assert result.verdict == ("match" if factor == 1 else "diverged")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", [0.0, 1e-4])
 def test_products_that_are_made_once_more_for_their_reader_are_sound(
     off: float, models: Models, tmp_path: Path

@@ -297,6 +297,7 @@ def test_single_values_tell_what_fused_attention_rounds(tmp_path: Path) -> None:
     assert check_trace(Path(__file__).parent / "samples" / "autocast-sdpa.trace", model).verdict == "match"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "weights"), [("llama", "F32"), ("qwen2", "F16")])
 def test_autocast_through_fused_attention_is_an_arithmetic(
     arch: str, weights: str, models: Models, tmp_path: Path

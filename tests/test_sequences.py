@@ -301,6 +301,7 @@ def test_rejected_drafts_that_stay_in_the_cache_are_a_mistake(models: Models, tm
     )
 
 
+@pytest.mark.slow
 def test_a_step_that_goes_back_unsaid_has_wrong_positions(models: Models, tmp_path: Path) -> None:
     model = Model(models("qwen3", "F32"))
     result = check_trace(drafted(model, tmp_path / "a.trace"), model)

@@ -1569,6 +1569,7 @@ def test_a_large_head_is_looked_at_in_the_arithmetic_of_the_other_matmuls(models
     assert scheme.name == "exact"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -1589,6 +1590,7 @@ def test_what_is_fed_token_by_token_has_one_explanation(
     assert {op.cause and op.cause.text for op in faulty} == {text}
 
 
+@pytest.mark.slow
 def test_a_search_for_which_there_is_too_little_time_is_not_begun_and_that_is_said(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -341,6 +341,7 @@ def test_roundings_that_may_hide_a_mistake_are_no_match(models: Models, torch_tr
     assert result["resolving"]["nmse"] < 1e-6
 
 
+@pytest.mark.slow
 def test_what_a_match_says_would_have_been_seen_is_seen(pair: Pair, model: Path, cli: Cli) -> None:
     """Noise of the size that each op claims to resolve, in one op after another."""
     clean, rng = check_trace(pair.path, model), np.random.default_rng(0)
