@@ -1,5 +1,6 @@
 """The lines of a trace: each is checked against those before it, before anything is believed or allocated."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -266,14 +267,27 @@ def header_of(path: Path) -> Header | None:
     return record if isinstance(record, Header) else None
 
 
+_NO_TRACES = {
+    b"GGUF": "it is a GGUF model",
+    b"\x1f\x8b": "it is compressed by gzip. Unpack it, and its .bin",
+    b"\x28\xb5\x2f\xfd": "it is compressed by zstd. Unpack it, and its .bin",
+    b"PK\x03\x04": "it is a zip file. Unpack it",
+    b"\xef\xbb\xbf": "it begins with a byte order mark. Write UTF-8 without one",
+    b"\xff\xfe": "it is UTF-16. Write UTF-8",
+    b"\xfe\xff": "it is UTF-16. Write UTF-8",
+}
+_EXPECTED = {"`$.dtype`": ", which is f64, f32, f16 or bf16", "`$.tokens": ", which are token ids, whole numbers"}
+
+
 def _header(line: bytes) -> Header | str:
     """The first record, or what is wrong with it."""
     header = _decoded(line) if line.lstrip().startswith(b"{") else None
     if isinstance(header, str):
         return header
     if not isinstance(header, Header):
-        if line.startswith(b"GGUF"):
-            return "not a trace: it is a GGUF model"
+        for begin, what in _NO_TRACES.items():
+            if line.startswith(begin):
+                return f"not a trace: {what}"
         found = f"it begins with {line[:8]!r}" if line else "its first line is empty"
         return f'not a trace: {found}, where a trace begins with {{"type":"trace","version":{VERSION},...}}'
     if header.version != VERSION:
@@ -290,9 +304,11 @@ def _decoded(line: bytes) -> Record | str | None:
     except msgspec.ValidationError as error:
         if "Invalid value" in str(error) and str(error).endswith("`$.type`"):
             return None
-        return str(error)
+        return str(error) + next((said for place, said in _EXPECTED.items() if place in str(error)), "")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return f"not a JSON object on one line: {error}"
+        why = f"{error}" if line.strip() else "the line is empty"
+        is_nan = re.search(rb":\s*-?(nan|inf)", line, re.IGNORECASE)
+        return f"not a JSON object on one line: {why}{'; JSON has no NaN or Inf: count them' if is_nan else ''}"
 
 
 def _wrong_rows(record: OpRecord, rows: tuple[int, ...], n_tokens: int) -> Iterator[str]:
