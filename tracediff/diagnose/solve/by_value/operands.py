@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.low_rank import terms
 from tracediff.diagnose.rearranged import Reread
 from tracediff.diagnose.solve.by_value import channels
 from tracediff.diagnose.solve.by_value.maps import (
@@ -174,6 +175,17 @@ def _of_channels(problem: Problem, operand: Operand, values: np.ndarray) -> Iter
     found = _named(there, right, 1) if there is not None and np.isfinite(there).all() else ()
     for how in found or channels.maps_of(problem, values):
         yield operand.solved(problem, how, 1)
+    if there is None and problem.op.kind == "linear" and (lost := _lost(problem, len(values))):
+        yield operand.solved(problem, Map("listed", tuple(n for at in lost for n in (at, ZERO))), 1)
+
+
+def _lost(problem: Problem, n_tokens: int) -> list[int]:
+    """The few channels whose columns of the matrix all that is wrong follows, be they more than the output has."""
+    recorded, exact, near = (x.reshape(n_tokens, -1) for x in (problem.recorded, problem.exact, problem.near))
+    error = recorded - exact
+    if not np.isfinite(error).all():
+        return []
+    return terms(*(torch.from_numpy(x)[None] for x in (problem.array("w"), error.T, near.T)))
 
 
 def _before(problem: Problem, values: np.ndarray) -> np.ndarray | None:
