@@ -388,7 +388,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, models: Models) -> N
     for arguments, said in (
         (
             ("trace", models("demo"), "--engine", "llama.cpp", "--tokens", "1", "-o", folder / "a.trace"),
-            "cannot write the trace: Permission denied",
+            "cannot be written to. Give another place.",
         ),
         (("export", trace, "-o", folder / "a.npz"), "cannot be written to. Give another place."),
         (("compare", trace, trace, "--json", folder / "a.json"), "cannot be written to. Give another place."),

@@ -256,7 +256,8 @@ def _result(
     undecided = (*doubts(reference, candidate, ops, coverage), *unresolved(weights, policy.resolve))
     outcome, first = verdict(ops, weights, policy, undecided)
     of = (model.path.name, model.graph.hparams.arch, model.graph.matmul_type) if model else None
-    other_file = [*of_another_file(candidate, *of, ops), *as_of_ranks(candidate, ops)] if of else []
+    other_file = of_another_file(candidate, *of, ops) if of else []
+    notes = [*(as_of_ranks(candidate, ops) if of else ()), *notes]
     result = Result(
         verdict=outcome,
         first_divergence=first,
