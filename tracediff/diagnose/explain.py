@@ -202,10 +202,10 @@ class Explainer:
             if given := kin.given(first) or kin.read_alike(first):
                 yield kin, first, given
                 continue
-            is_told, name = self._is_told(first, kin.budget), local_name(first.record.op)
-            if (told := self._told[first.record.step, first.record.op]) and told.is_same:
+            if (told := self._told_of(first, kin.budget)) and told.is_same:
                 yield kin, first, None
                 continue
+            is_told, name = self._is_told(first, kin.budget), local_name(first.record.op)
             best = None
             if not (known_first and name in unknown):
                 best = Search(kin).of(first, within(progress, done, n), only_known=is_told or known_first)
@@ -247,12 +247,16 @@ class Explainer:
 
     def _is_told(self, one: Faulty, budget: Budget) -> bool:
         """Whether rows that are all known tell what is wrong."""
+        told = self._told_of(one, budget)
+        return told is not None and told.is_sure and told.explains(one.error)
+
+    def _told_of(self, one: Faulty, budget: Budget) -> Told | None:
+        """What rows that were read tell of the record: asked once."""
         key = one.record.step, one.record.op
         if key not in self._told:
             budget.check()
             self._told[key] = rows.told(self._replay, one.record, self._least_wrong(one.record))
-        told = self._told[key]
-        return told is not None and told.is_sure and told.explains(one.error)
+        return self._told[key]
 
     def _suits_one_step(self, carried: Sequence[tuple[Faulty, Hypothesis]], kin: Kin) -> bool:
         """Whether what explains these is of one step, and rows that were read tell what is wrong in another."""
@@ -296,7 +300,7 @@ class Explainer:
         cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, own, look, places)
         in_some = any(part.in_some_steps or part.tokens for part in best.parts)
         reads = _one_input(graph[one.record.op]) if len(segment) == 1 else None
-        common = {part.mistake: part.common for part in best.parts if len(segment) == 1 or part.is_everywhere}
+        common = {part.mistake: part.common for part in best.parts if len(segment) == 1 or _is_everywhere(part)}
         return replace(result, cause=cause, shape=None, in_some_steps=in_some, reads=reads, common=common)
 
     def _alike(self, one: Faulty, best: Hypothesis, part: Assumed, kin: Kin) -> str:
@@ -443,6 +447,11 @@ def _of_scan(op: Op, known: Known) -> str:
     """The error's shape where the op makes values token after token, and hands on a state."""
     shape = known.of_tokens(op)
     return describe_scan(known.recorded, known.exact, shape, op.attrs.get("snapshots", 1)) if shape else ""
+
+
+def _is_everywhere(part: Assumed) -> bool:
+    """Whether it is tried in all ops of a segment that it could be in, or in none."""
+    return part.mistake in BANK and BANK[part.mistake].everywhere
 
 
 def _one_input(op: Op) -> str | None:

@@ -41,7 +41,6 @@ class Assumed:
     n_edits: int = 1
     is_said: bool = False  # of another record, whose op is wrong by itself
     common: str = ""  # what is wrong in words that suit it in other ops, where its own do not
-    is_everywhere: bool = False  # in all ops of a segment that it could be in
 
     @property
     def words(self) -> str:

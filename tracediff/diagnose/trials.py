@@ -231,12 +231,4 @@ def _said(mistake: Mistake, variant: str, changed: Sequence[Variant], way: Way, 
     first = changed[0]
     said = (first.name or first.text.replace(f"{first.op.name}.", "their ")) if len(ops) > 1 else first.text
     text = (f"{where}: " if in_segment else "") + said
-    return Assumed(
-        mistake.name,
-        variant,
-        text,
-        first.fitted,
-        common=first.name,
-        is_everywhere=mistake.everywhere,
-        tokens=way.tokens,
-    )
+    return Assumed(mistake.name, variant, text, first.fitted, common=first.name, tokens=way.tokens)

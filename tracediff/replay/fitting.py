@@ -316,7 +316,9 @@ class Fitting:
             return self.left(record, scheme)
         key = record, scheme, start
         if key not in self._unexplained:
-            self._unexplained[key] = self._rough_or_not(record, lambda by: self._unexplained_by(by, *key))
+            self._unexplained[key] = self._rough_or_not(
+                lambda rough: self._unexplained_by(self.without_noise(record, rough), *key)
+            )
         return self._unexplained[key]
 
     def _unexplained_by(self, unchanged: Recomputation, record: OpRecord, scheme: Scheme, start: Scheme) -> float:
@@ -409,7 +411,7 @@ class Fitting:
 
     def _left(self, record: OpRecord, scheme: Scheme) -> float:
         if self._planner.is_segment(record):
-            return self._rough_or_not(record, lambda by: self._left_by(by, record, scheme))
+            return self._rough_or_not(lambda rough: self._left_by(self.without_noise(record, rough), record, scheme))
         if scheme in PLAIN:
             return self._judged(record, scheme).nmse
         return self._left_by(self.without_noise(record), record, scheme)
@@ -419,10 +421,12 @@ class Fitting:
         unchanged.keep_waists()
         return left
 
-    def _rough_or_not(self, record: OpRecord, nmse: Callable[[Recomputation], float]) -> float:
-        """What float32 can tell, and else what float64 does."""
-        rough = nmse(self.without_noise(record, rough=True))
-        return rough if rough > ROUGH else nmse(self.without_noise(record))
+    def _rough_or_not(self, nmse: Callable[[bool], float], least: float = 0.0) -> float:
+        """What float32 can tell, a `rough` look, and else what float64 does; of what is less than the `least` that is
+        asked for it is not told how much less.
+        """
+        rough = nmse(True)
+        return rough if rough > ROUGH or least > ROUGH else nmse(False)
 
     def _judged(self, record: OpRecord, scheme: Scheme) -> Local:
         """The record under a scheme, beside its floor; or a part of a large one."""
@@ -461,11 +465,10 @@ class Fitting:
         return True
 
     def _apart(self, record: OpRecord, a: Scheme, b: Scheme, least: float = 0.0) -> float:
-        """NMSE of the op under scheme `b` against the op under `a`; of what is less than the `least` that is asked for
-        it is not told how much less: float64 took half the time in which an arithmetic was sought.
+        """NMSE of the op under scheme `b` against the op under `a`, so far as the `least` that is asked for wants it:
+        float64 took half the time in which an arithmetic was sought.
         """
-        rough = self._distance(record, a, b, rough=True)
-        return rough if rough > ROUGH or least > ROUGH else self._distance(record, a, b, rough=False)
+        return self._rough_or_not(lambda rough: self._distance(record, a, b, rough), least)
 
     def _distance(self, record: OpRecord, a: Scheme, b: Scheme, rough: bool) -> float:
         """The same as float32 tells it, or as float64 does."""

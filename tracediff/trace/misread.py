@@ -19,10 +19,9 @@ def misread(values: np.ndarray) -> tuple[str, str] | None:
         return f"the bits look like pairs of {half} values", f'Write "dtype":"{half}".'
     if bits.size < 2 * _ENOUGH:
         return None
-    spread = _spread_of_exponents(bits)
     if _spread_of_exponents(bits[1::2]) < _FLOATS and _spread_of_exponents(bits[::2]) > _NO_FLOATS:
         return "the bits look like halves of f64 values", 'Write "dtype":"f64", or convert the values.'
-    if spread > _NO_FLOATS and _spread_of_exponents(bits.byteswap()) < _FLOATS:
+    if _spread_of_exponents(bits) > _NO_FLOATS and _spread_of_exponents(bits.byteswap()) < _FLOATS:
         return "the bytes look like those of big-endian values", "Write them in little-endian order."
     return None
 

@@ -33,7 +33,8 @@ from tracediff.numerics.kinds.norm import RoundedBetween, layer_norm, rms_norm, 
 from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
-ANY_NORM, RMS_NORM = Where((*NORM.kinds, "l2_norm")), Where(("rms_norm",))
+ANY_NORM, RMS_NORM, LAYER_NORM = Where((*NORM.kinds, "l2_norm")), Where(("rms_norm",)), Where(("layer_norm",))
+OF_CHANNELS = Where((*RMS_NORM.kinds, *LAYER_NORM.kinds))
 _LARGEST, _HALF = (torch.finfo(of).max for of in (torch.float32, torch.float16))
 _LONGEST = 1 << 20  # channels that a mean may be taken over
 _DECADES = range(-6, 7)  # about the right epsilon
@@ -295,8 +296,7 @@ def _of_all_heads(op: Op, context: Context) -> Variants:
 
 @AREA.mistake(
     "norm_f32_overflow", "the sum of squares overflows float32, so what is normed becomes 0",
-    "what made values of 1e18 and more: the norm is as right as float32 lets it be",
-    Where(("rms_norm", "layer_norm")),
+    "what made values of 1e18 and more: the norm is as right as float32 lets it be", OF_CHANNELS,
 )  # fmt: skip
 def _overflows(op: Op, context: Context) -> Variants:
     if _is_beyond(op, context, _LARGEST):
@@ -323,7 +323,7 @@ def _overflowing(op: Op, largest: float) -> Op:
 
 @AREA.mistake(
     "norm_f16_overflow", "squares are float16, which overflows beyond |x| = 256, or their sum is, beyond 65,504",
-    "the accumulator's type in the norm", Where(("rms_norm", "layer_norm")), "llama#1048",
+    "the accumulator's type in the norm", OF_CHANNELS, "llama#1048",
 )  # fmt: skip
 def _norm_f16(op: Op, context: Context) -> Variants:
     def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
@@ -383,7 +383,7 @@ def _in_half(op: Op, _: Context) -> Variants:
 
 @AREA.mistake(
     "rms_norm", "the mean is not subtracted: RMS norm instead of LayerNorm", "which norm the family uses",
-    Where(("layer_norm",)),
+    LAYER_NORM,
 )  # fmt: skip
 def _rms_norm(op: Op, _: Context) -> Variants:
     yield computing(op, rms_norm), "the mean is not subtracted before norming"
@@ -391,12 +391,12 @@ def _rms_norm(op: Op, _: Context) -> Variants:
 
 @AREA.mistake(
     "variance_uncentred", "the variance is the mean of squares: the mean is subtracted from the values alone",
-    "what is squared in the norm: what is left when the mean is subtracted", Where(("layer_norm",)),
+    "what is squared in the norm: what is left when the mean is subtracted", LAYER_NORM,
 )  # fmt: skip
 def _uncentred(op: Op, _: Context) -> Variants:
     def function(x: Tensor, *weights: Tensor, eps: float) -> Tensor:
         inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        return scaled((x - x.mean(-1, keepdim=True)) * inverse, *weights)
+        return scaled(_centred(op, x) * inverse, *weights)
 
     yield computing(op, function), "the mean is not subtracted from what is squared, only from what is divided"
 

@@ -5,14 +5,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.rows.told import OF_ERROR, Told
+from tracediff.diagnose.rows.told import FEW, OF_ERROR, Told
 from tracediff.english import few
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.nmse import nmse
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
 
-_FEW = 8  # numbers that are alike by chance
 _COMMON = "rows are those of other ids than the trace says were fed"
 _LOOK = (
     "which ids the engine feeds, and which it gives to the trace: those before they are shifted, padded or replaced?"
@@ -22,7 +21,7 @@ _LOOK = (
 def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     """The ids whose rows a record of an embedding holds; None where some are no rows of its table."""
     op = replay.graph[record.op]
-    if op.kind != "embedding" or len(replay.segment(record)) > 1 or record.shape[-1] < _FEW:
+    if op.kind != "embedding" or len(replay.segment(record)) > 1 or record.shape[-1] < FEW:
         return None
     known = replay.known(record, scheme)
     y, right = known.recorded.flatten(1), known.exact.flatten(1)
@@ -34,14 +33,14 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     if made.shape != y.shape or nmse(made, y) > OF_ERROR * nmse(right, y):
         return None
     tokens = replay.trace.steps[record.step].tokens
-    fed = [tokens[row] for row in record.rows] if record.rows is not None else list(tokens)
+    fed = [tokens[row] for row in record.rows or range(len(tokens))]
     text = f"its rows are those of the ids {few(ids.tolist(), 16)}, where the trace says {few(fed, 16)} were fed"
     return Told(text, nmse(made, y), _COMMON, _LOOK)
 
 
 def _nearest(y: Tensor, slices: Iterable[Tensor]) -> Tensor:
     """Of each row the place of the one that is nearest to it, int64 [T]."""
-    best, at, begun = torch.full((len(y),), torch.inf, dtype=y.dtype), torch.zeros(len(y), dtype=torch.int64), 0
+    best, at, begun = y.new_full((len(y),), torch.inf), y.new_zeros(len(y), dtype=torch.int64), 0
     for rows in slices:
         rows = rows.to(y)
         left = rows.square().sum(1) - 2 * (y @ rows.T)

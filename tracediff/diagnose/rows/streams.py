@@ -2,7 +2,7 @@
 
 import torch
 
-from tracediff.diagnose.rows.told import Told
+from tracediff.diagnose.rows.told import FEW, Told
 from tracediff.names import layer_of, local_name
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.replay import Replay
@@ -12,22 +12,21 @@ _LOOK = (
     "whether the layer is run, and where its output is recorded: transformers' `hidden_states` begin with the "
     "embedding, and have each layer's output one place later"
 )
-_FEW = 8  # numbers that are alike by chance
 
 
-def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
+def told(replay: Replay, record: OpRecord, _: Scheme) -> Told | None:
     """Which value that a record's segment begins with it holds; None where it holds none, or one op makes it."""
     segment = replay.segment(record)
-    if len(segment) == 1 or record.rows is not None or record.size < _FEW:
+    if len(segment) == 1 or record.rows is not None or record.size < FEW:
         return None
-    recorded = replay.known(record, scheme).recorded
-    if not bool(recorded.isfinite().all()) or not bool(recorded.any()):
+    recorded = replay.held(record.step, record.op, False)
+    if recorded is None or not bool(recorded.isfinite().all()) or not bool(recorded.any()):
         return None
     graph = replay.graph
     read = dict.fromkeys(name for part in segment for name in graph[part].inputs if name in graph)
     for name in read:
         held = None if name in segment else replay.held(record.step, name, False)
-        if held is not None and held.numel() == recorded.numel() and torch.equal(held, recorded.flatten()):
+        if held is not None and torch.equal(held, recorded):
             before = local_name(name) if layer_of(name) is None else "the layer's input"
             text = f"it holds {before}, number for number: nothing of these {len(segment)} ops was added to it"
             return Told(text, 0.0, "it holds the layer's input, number for number", _LOOK, is_same=True)

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.rows.told import OF_ERROR, Row, Told
+from tracediff.diagnose.rows.told import FEW, OF_ERROR, Row, Told
 from tracediff.names import StepOf, plain_step
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.kinds import KINDS
@@ -20,7 +20,6 @@ from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
 
 _MOST = 1 << 26  # values that other tokens come to: half a gigabyte
-_NUMBERS = 8  # of a row that tells whose it is
 _READ = "rows are made of those of other tokens"
 _LOOK = "which rows of a batch are gathered: where each sequence begins and ends, and which token's logits are made"
 _STALE = "rows are those of earlier tokens"
@@ -36,7 +35,7 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     alone = record.rows is None and len(together) < 2
     if alone:  # the steps before
         together = [n for n, one in replay.trace.steps.items() if n <= record.step and one.sequence == step.sequence]
-    if (alone and (len(step.tokens) > 1 or len(together) < 2)) or record.token_axis or n_values < _NUMBERS:
+    if (alone and (len(step.tokens) > 1 or len(together) < 2)) or record.token_axis or n_values < FEW:
         return None
     if any(KINDS[graph[name].kind].picks for name in segment):  # rows of few numbers are alike by chance
         return None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tracediff.result import Local
 
+FEW = 8  # numbers of a row that are alike by chance: not so many
 OF_ERROR = 1e-4  # of what is wrong, which may be little: what leaves more does not explain it
 
 Row = tuple[int, int]  # a sequence, and a position of it

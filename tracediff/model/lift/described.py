@@ -68,7 +68,9 @@ def _place(file: GGUFFile, options: Options) -> Path | None:
     folder = _folder()
     if folder is None:
         return None
-    key = hashlib.sha256(b"".join(part.header for part in file.parts))
+    key = hashlib.sha256()
+    for part in file.parts:
+        key.update(part.header)
     key.update(msgspec.json.encode([VERSION, version("llama-cpp-python"), options, _build(options.library)]))
     return folder / f"{key.hexdigest()}.graph"
 
