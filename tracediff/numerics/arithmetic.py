@@ -37,6 +37,8 @@ class Arithmetic:
     `operands`: what activations are rounded to (of attention: Q and the probabilities).
     `stored`: what the other operand is held in: weights, requantised ones too, or K and V in the cache.
     `biases`: what a matmul's biases are held in, which engines leave in the file's type where weights alone are short.
+    `before_bias`: what a matmul's sums are rounded to before a bias is added that is held in more, as in PyTorch, whose
+    matmul of bfloat16 gives bfloat16.
     `accumulate`: the type that sums run in; "tensor cores" cut off what float32 cannot hold, and round nothing. "i32":
     products of a block are added up as integers, and blocks in float32.
     `parts`: of attention's sums in f16, which can be followed term by term: how many threads share the keys of a
@@ -57,6 +59,7 @@ class Arithmetic:
     ubatch: int = 0
     exponential: str = ""
     products: str = "f64"
+    before_bias: str = "f64"
     single: bool = False  # whether an engine in float64 computes this op in float32
     fresh: bool = False  # of attention: whether K and V of the step itself are read before they are cached
 
@@ -97,6 +100,8 @@ class Arithmetic:
             said.append(phrase(stored, self.stored) + FRESH * self.fresh)
         if self.biases not in ("f64", self.stored):
             said.append(phrase("biases", self.biases))
+        if self.before_bias != "f64":
+            said.append(phrase("sums before biases", self.before_bias))
         if self.products != "f64":
             said.append(phrase("products", self.products))
         if self.truncates:
@@ -275,7 +280,7 @@ class Scheme:
         """
         operands = self.linear.operands
         alike = operands == self.linear.stored and not self.is_ggml and not rounding_named(operands).in_blocks
-        return replace(self.linear, stored="f64", biases="f64") if alike else EXACT
+        return replace(self.linear, stored="f64", biases="f64", before_bias="f64") if alike else EXACT
 
     def on_tensor_cores(self) -> "Scheme":
         """The same with every matmul there that they could do."""

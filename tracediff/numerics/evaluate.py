@@ -44,7 +44,9 @@ def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
     found = scheme.of(entry, weights.type_of(op.weights[0]) if op.weights else "F32") if entry else EXACT
     if entry == "softmax" and not op.weights:  # no sinks
         found = replace(found, stored=EXACT.stored)
-    return found if len(op.weights) > 1 or found.biases == EXACT.biases else replace(found, biases=EXACT.biases)
+    if len(op.weights) > 1 or (found.biases, found.before_bias) == (EXACT.biases, EXACT.before_bias):
+        return found
+    return replace(found, biases=EXACT.biases, before_bias=EXACT.before_bias)
 
 
 def in_words_of(ops: Iterable[Op], scheme: Scheme, weights: Weights) -> str:
@@ -115,7 +117,7 @@ def evaluate_together(calls: Sequence[Call]) -> list[Tensor]:
         return [evaluated(call) for call in calls]
     alike: dict[object, list[int]] = {}
     for i, call in enumerate(calls):
-        held = call.arithmetic.stored, call.arithmetic.biases, call.arithmetic.products
+        held = call.arithmetic.stored, call.arithmetic.biases, call.arithmetic.before_bias, call.arithmetic.products
         of = sums_in(call.arithmetic, call.weights.dtype), *held, call.weights.source(op.weights)
         alike.setdefault(of, []).append(i)
     made: dict[int, Tensor] = {}

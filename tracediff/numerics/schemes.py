@@ -235,9 +235,9 @@ def _ways() -> Iterator[Way]:
     for part, words in _FIELDS.items():
         for name in (*whole, *(("q8_0",) if part == "added" else ())):
             yield Way(part, _named(words, name), partial(_with_field, part, name))
-    for part in ("biases", "products"):
+    for part, words in _OF_MATMULS.items():
         for name in whole:
-            yield Way(part, _named(part, name), partial(_of_matmuls, part, name))
+            yield Way(part, _named(words, name), partial(_of_matmuls, part, name))
     for name, words in _EXPONENTIALS.items():
         yield Way("exponentials", words, partial(_with_field, "exponentials", name))
     for name in ("f64", *HALVES, "normal f16", *_SHORTER, "q8_0"):
@@ -256,6 +256,7 @@ _EXPONENTIALS = {
     "taylor4/8": "exponentials to degree 4",
     "f16": "exponentials looked up in float16",
 }
+_OF_MATMULS = {"biases": "biases", "before_bias": "sums before biases", "products": "products"}
 _FIELDS = {
     "norms": "norm weights",
     "normed": "normed values",
@@ -356,11 +357,11 @@ _OF_WORDS = {rounding_named(name).words: name for name in reversed((*GROUPS, *_S
 _AS_REPORTED = re.compile(rf"(activations|weights|matrices) in ({'|'.join(map(re.escape, _OF_WORDS))})(?=,|$| and )")
 _GRAMMAR = (
     "First, llama.cpp, exact, or one of activations, weights, matrices, activations and weights, activations and "
-    "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, K cache, V cache, attention, biases, "
-    f"products, {', '.join(_FIELDS.values())} `in ROUNDING`, flash attention, exponentials to degree 4 or looked up in "
-    f"float16, and {_FLOATS_APART}: beside matrices of floats activations are not rounded. A ROUNDING is float16, "
-    "bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0, q8_K or older q8_K blocks; of activations, weights and "
-    "matrices also, with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full int4/N, "
+    "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, K cache, V cache, attention, "
+    f"{', '.join((*_OF_MATMULS.values(), *_FIELDS.values()))} `in ROUNDING`, flash attention, exponentials to degree 4 "
+    f"or looked up in float16, and {_FLOATS_APART}: beside matrices of floats activations are not rounded. A ROUNDING "
+    "is float16, bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0, q8_K or older q8_K blocks; of activations, weights "
+    "and matrices also, with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full int4/N, "
     "wide int8/N, divided int8/N, away int4/N, uint4/N, even uint4/N, mxfp4/N, affine4/N, nf4/N. At the end may stand "
     f"`{ON_TENSOR_CORES.strip()}`."
 )

@@ -59,17 +59,20 @@ def products(
     dtype = sums_in(arithmetic, weights.dtype)
     if bias is not None:
         bias = rounding_named(arithmetic.biases)(bias)
+    within, after = (bias, None) if arithmetic.before_bias == "f64" else (None, bias)
     rounded = [call.rounded(x, call.arithmetic.operands).to(dtype) for call, x in zip(calls, xs, strict=True)]
     x = torch.cat(rounded) if len(rounded) > 1 else rounded[0]
     asking = x[: sum(asking_lengths)]
     # Sums of squares have no cancellation: float32 is more than enough, and twice as fast as float64.
     squares, sums = asking.square().float(), _sums(asking, _offset_block(hold, weights.type_of(weight), x.shape[-1]))
     energies = torch.empty(len(asking), weight.shape[0], dtype=dtype, device=x.device)
-    parts, turned, at = [], [], 0
+    parts, turned, added, at = [], [], [], 0
     error = signal = 0.0  # of a matrix that the engine requantised
     for file, rows in _blocks_of_rows(weights, weight, hold, once=bool(len(asking))):
         cut = slice(at, at + len(rows))
-        part = first.function(x, rows.to(dtype), None if bias is None else bias[cut], **first.op.attrs)
+        part = first.function(x, rows.to(dtype), None if within is None else within[cut], **first.op.attrs)
+        if after is not None:  # as a mistaken engine adds it, too: what is made of nothing
+            added.append(first.function(torch.zeros_like(x[:1]), rows.to(dtype), after[cut], **first.op.attrs))
         if arithmetic.products != "f64":
             part = part + _lost_of_products(x, rows.to(dtype), rounding_named(arithmetic.products))
         parts.append(part.to(weights.dtype))
@@ -86,9 +89,14 @@ def products(
     for call, raw, y in zip(calls, xs, torch.cat(parts, 1).split(lengths), strict=True):
         if call.arithmetic.operands == "q8_1":
             y = y + (_q8_1_sums(raw).to(weights.dtype) @ weights.minima(weight).T).to(y.dtype)
+        product = None if bias is None else y
+        if within is not None and call.energy:
+            product = y - within
+        elif added:
+            y = call.rounded(y, arithmetic.before_bias) + torch.cat(added, 1).to(y.dtype)
         energy = Energy()
         if call.energy:
-            energy = Energy(values.pop(0), None if bias is None else y - bias, turning.pop(0) if turning else None)
+            energy = Energy(values.pop(0), product, turning.pop(0) if turning else None)
             before = call.energy.requantised
             call.energy.requantised = before[0] + error, before[1] + signal
         made.append((y, energy))

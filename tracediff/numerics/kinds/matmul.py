@@ -9,7 +9,7 @@ from tracediff.model.graph import Weight
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.floats import Rounding
-from tracediff.numerics.floors import TOGETHER, Noise, variance_of_sums, variance_of_truncated_sums
+from tracediff.numerics.floors import LUCK, TOGETHER, Noise, variance_of_sums, variance_of_truncated_sums
 from tracediff.numerics.kinds.kind import Made
 from tracediff.numerics.roundings import rounding_named
 
@@ -54,7 +54,20 @@ def noise_of_sums(made: Made, length: int) -> Noise:
         n_roundings = (energy.product is not None) + rounding_named(made.arithmetic.stored).in_blocks
         stored = stored + n_roundings * made.kept * product.abs() if n_roundings else stored
     noise = Noise(sigma, stored)
+    if made.arithmetic.before_bias != "f64" and energy.product is not None:
+        noise = _turned_before_bias(noise, energy.product, rounding_named(made.arithmetic.before_bias))
     return noise if energy.last_place is None else _followed(noise, energy.last_place)
+
+
+def _turned_before_bias(noise: Noise, product: Tensor, rounding: Rounding) -> Noise:
+    """The noise of sums that were rounded before a bias was added: one that lies so near to a boundary that its error
+    may take it across is off by a step, with the chance that it does.
+    """
+    step = rounding.step(product)
+    to_boundary = step / 2 - (rounding(product) - product).abs()
+    chance = torch.erfc(to_boundary / (math.sqrt(2) * noise.sigma).clamp(min=1e-300)) / 2
+    turned = torch.where(chance > LUCK / product.numel(), step, 0.0)
+    return Noise((noise.sigma.square() + chance * turned.square()).sqrt(), noise.hard, turned)
 
 
 def _terms(length: int, arithmetic: Arithmetic) -> int:
