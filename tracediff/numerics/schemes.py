@@ -360,10 +360,10 @@ _GRAMMAR = (
     "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, K cache, V cache, attention, "
     f"{', '.join((*_OF_MATMULS.values(), *_FIELDS.values()))} `in ROUNDING`, flash attention, exponentials to degree 4 "
     f"or looked up in float16, and {_FLOATS_APART}: beside matrices of floats activations are not rounded. A ROUNDING "
-    "is float16, bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0, q8_K or older q8_K blocks; of activations, weights "
-    "and matrices also, with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full int4/N, "
-    "wide int8/N, divided int8/N, away int4/N, uint4/N, even uint4/N, mxfp4/N, affine4/N, nf4/N. At the end may stand "
-    f"`{ON_TENSOR_CORES.strip()}`."
+    "is float16, bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0, q8_K or older q8_K blocks; of activations, "
+    "weights and matrices also, with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full "
+    "int4/N, wide int8/N, divided int8/N, away int4/N, uint4/N, even uint4/N, mxfp4/N, affine4/N, nf4/N. At the end "
+    f"may stand `{ON_TENSOR_CORES.strip()}`."
 )
 
 
