@@ -36,7 +36,8 @@ from tracediff.replay.tasks import tasks
 from tracediff.trace.reader import Trace
 
 LENGTHS, LONG, SHAPED, WALL = (8, 32, 64, 128, 256), (512, 1024), (128, 512), (128, 512, 768)
-SHAPE = Shape("llama", n_layer=2, n_embd=512, n_head=8, n_head_kv=2, n_ff=1792, n_vocab=4096, n_ctx=1024)
+LONGEST = 4096  # tokens of which hidden states alone are recorded
+SHAPE = Shape("llama", n_layer=2, n_embd=512, n_head=8, n_head_kv=2, n_ff=1792, n_vocab=4096, n_ctx=LONGEST)
 PROMPTS = (128, 4096)
 LAYERS = (20, 80)
 WITHIN = 600.0  # seconds
@@ -140,6 +141,8 @@ def memories(folder: Path, small: Path, real: Path) -> Iterator[str]:
     """A line for each of some traces: long prompts, hidden states alone, few layers and many."""
     for n in LONG:
         yield memory(f"2 layers, {n} tokens", traced(small, folder, n), small)
+    longest = traced(small, folder, LONGEST, "layers")
+    yield memory(f"2 layers, {LONGEST} tokens, hidden states alone", longest, small)
     for n in LAYERS:
         deep = write_model(folder / "deep.gguf", replace(SHAPE, n_layer=n, loud=True), "F16")
         yield memory(f"{n} layers, 64 tokens", traced(deep, folder, 64), deep)
@@ -267,8 +270,8 @@ starting Ray, Python and torch.
 ## Memory
 
 What a process takes is said before it judges (`check --plan`), and follows the largest record: of matmuls with weights, which
-are judged by parts of 2 million values, one part. Of hidden states alone it is all values of a layer, which are recomputed.
-What is read no more is dropped, so more layers take no more.
+are judged by parts of 2 million values, one part. Of hidden states alone it is all values of a layer, which are recomputed,
+but of a long prompt's scores and probabilities those of some tokens. What is read no more is dropped, so more layers take no more.
 
 | trace | most of it for | said: at most | taken |
 |---|---|---|---|

@@ -80,6 +80,11 @@ class Arithmetic:
         """Whether its operands are rounded to what these multiply, and its sums are in float32."""
         return self.operands in _ON_TENSOR_CORES and self.accumulate == "f32" and bool(self.parts)
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether what it makes of a token depends on how many others are in its step."""
+        return bool(self.ubatch) or self.fresh or (self.accumulate == "f16" and bool(self.parts))
+
     def on_tensor_cores(self) -> "Arithmetic":
         """The same there, where these multiply such operands; itself where they do not, or where it is there."""
         short = {self.operands, self.stored} <= {"f64", *_ON_TENSOR_CORES} and self.accumulate == "f32"

@@ -67,6 +67,17 @@ class Noise:
         turned = None if self.turned is None else of(self.turned)
         return replace(self, sigma=of(self.sigma), hard=of(self.hard), turned=turned)
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Noise]", cat: Callable[[Sequence[Tensor]], Tensor]) -> "Noise":
+        """Of parts of the elements that of all, as a function joins them."""
+        turned = [part.turned if part.turned is not None else torch.zeros_like(part.sigma) for part in parts]
+        return replace(
+            parts[0],
+            sigma=cat([part.sigma for part in parts]),
+            hard=cat([part.hard for part in parts]),
+            turned=cat(turned) if any(part.turned is not None for part in parts) else None,
+        )
+
     def part(self, cut: slice) -> "Noise":
         """Some of the elements, flat."""
         return self.mapped(lambda x: x.flatten()[cut])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tracediff.model.graph import Op
+from tracediff.model.graph import Axis, Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.evaluate import call_of, noise
@@ -67,6 +67,24 @@ class Recomputed:
             samples=tuple(map(picked, self.samples)),
         )
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Recomputed]", axes: Sequence[Axis]) -> "Recomputed":
+        """Of parts of the tokens the whole."""
+        if len(parts) == 1:
+            return parts[0]
+
+        def cat(each: Sequence[Tensor]) -> Tensor:
+            return torch.cat([*each], axes.index("T"))
+
+        return replace(
+            parts[0],
+            exact=cat([part.exact for part in parts]),
+            own=Noise.joined([part.own for part in parts], cat),
+            noise=Noise.joined([part.noise for part in parts], cat),
+            samples=tuple(map(cat, zip(*(part.samples for part in parts), strict=True))),
+            inputs=(),
+        )
+
     def bound(self, cut: slice | None = None) -> Tensor:
         """Of each element, or of some, flat. A sampled spread is that of its row: two samples say little of one
         element.
@@ -121,8 +139,12 @@ class Making:
         before = made.samples or (made.exact,) * n_samples
         if KINDS[self.calls[0].op.kind].picks:  # what is chosen has no noise: its scores have it
             return Value(made.exact, before)
-        part, random = _OF_HALVES if self.storage in HALVES else 1.0, numbers_of(self.step, self.calls[0].op.name)
+        part, random = _OF_HALVES if self.storage in HALVES else 1.0, self._numbers()
         return Value(made.exact, tuple(_perturbed(x, made.own, random, part) for x in before))
+
+    def _numbers(self) -> torch.Generator:
+        """Random numbers, of each part of the tokens others."""
+        return numbers_of(self.step, self.calls[0].op.name, self.rows[0] if self.rows else 0)
 
     def _terms_of_ranks(self, call: Call, y: Tensor) -> Tensor | None:
         """The variance of what ranks round besides where they add up to y: each its term, and every sum on the way.
@@ -223,9 +245,9 @@ def _is_finite(x: Tensor) -> bool:
     return math.isfinite(float(x.sum()))
 
 
-def numbers_of(step: int, name: str) -> torch.Generator:
-    """The random numbers of a value: always the same."""
-    return torch.Generator().manual_seed(zlib.crc32(f"{step} {name}".encode()))
+def numbers_of(step: int, name: str, first: int = 0) -> torch.Generator:
+    """The random numbers of a value, or of a part of it from the `first` token on: always the same."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{step} {name}{f' {first}' if first else ''}".encode()))
 
 
 # Drawn in float32, which takes a sixth of the time: noise needs no more digits.

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import chain
-from math import prod
 from typing import NamedTuple
 
 from tracediff.replay.look import PART
@@ -40,10 +39,8 @@ def memory_of(n_values: int) -> float:
 
 
 def _values(replay: Replay, record: OpRecord) -> int:
-    """How many values are there at once, but for those that matmuls make a part at a time."""
-    graph, n_tokens = replay.graph, len(replay.trace.steps[record.step].tokens)
+    """How many values are there at once."""
     *before, _ = replay.segment(record)
-    if not before:
-        return min(record.size, PART) if graph[record.op].kind == "linear" else record.size
-    n_past = replay.trace.n_before(record.step)
-    return record.size + sum(prod(graph[name].shape(n_tokens, n_past)) for name in before)
+    if before:
+        return record.size + replay.n_before(record)
+    return min(record.size, PART) if replay.graph[record.op].kind == "linear" else record.size

@@ -3,17 +3,18 @@
 Where an input was not recorded it is recomputed too, from the nearest recorded ancestors: a segment of the graph.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tracediff.model.graph import Graph, Op, Span
+from tracediff.model.graph import SOURCES, Graph, Op, Span
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.buffers import in_buffer
@@ -22,6 +23,7 @@ from tracediff.numerics.floats import HALVES
 from tracediff.numerics.growing import Growing
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.views import seen, state
+from tracediff.replay.by_parts import inside, parts, there_at_once
 from tracediff.replay.making import Making, Recomputed, anew, applied, calls_of, numbers_of, unrounded
 from tracediff.replay.past import Kept, Past, Value
 from tracediff.replay.recorded import Place, Recorded
@@ -114,6 +116,16 @@ class Recomputation:
         """The ops that are recomputed for the record, in execution order; its own is the last."""
         return self._segments.of(record.step, self.op_of(record), record.rows)
 
+    def n_before(self, record: OpRecord, scheme: Scheme) -> int:
+        """How many values are there at once of what is recomputed for the record: of what is made by parts one."""
+        *before, own = self.segment(record)
+        n_tokens, n_keys = self.recorded.sizes(record.step, None)
+        asked = [(own, record.rows), *((name, None) for name in before)]
+        ops = ((self._op(record.step, name), rows) for name, rows in asked)
+        parted = {*chain.from_iterable(self.inside(record.step, op, scheme, rows) for op, rows in ops)}
+        sizes = {name: prod(self.graph[name].shape(n_tokens, n_keys - n_tokens)) for name in before}
+        return sum(there_at_once(n) if name in parted else n for name, n in sizes.items())
+
     def op_of(self, record: OpRecord) -> Op:
         """The record's op as it is computed in its step."""
         return self._op(record.step, record.op)
@@ -136,6 +148,39 @@ class Recomputation:
         calls = calls_of(op, inputs, self.weights, arithmetic, self._n_samples)
         read = self._tokens_read(step, op, scheme, rows)
         return Making(self.recorded, step, read, storage, calls, None if read == rows else rows)
+
+    def _makings(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Iterator[Making]:
+        """What makes these tokens of the op's output: of some of them after the others where it is made by parts, whose
+        values are dropped after each.
+        """
+        within = self.inside(step, op, scheme, rows)
+        if not within:
+            yield self._making(step, op, scheme, storage, rows)
+            return
+        for place in self._read_by(step, op, scheme, rows, within):
+            self._value(place, scheme)
+        there = self._values
+        for part in parts(rows, self.recorded.sizes(step, None)[0], max(within.values())):
+            self._values = {**there}
+            yield self._making(step, op, scheme, storage, part)
+        self._values = there
+
+    def inside(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> Mapping[str, int]:
+        """What is made by parts for the op, and how many values each has."""
+
+        def made(name: str) -> Op | None:
+            return None if name in SOURCES or self.holds((step, name, rows)) else self._op(step, name)
+
+        within = inside(op, *self.recorded.sizes(step, rows), made)
+        ops = (op, *(self._op(step, name) for name in within)) if within else ()
+        return within if all(self._is_by_token(step, op, scheme) for op in ops) else {}
+
+    def _is_by_token(self, step: int, op: Op, scheme: Scheme) -> bool:
+        """Whether what it makes of some tokens is what it makes of all, as a mistaken engine's may not be."""
+        own = op.function is None and op.rework is None and op.kind != "state" and is_covered(op)
+        if not own or self._tokens_read(step, op, scheme, (0,)) is None:
+            return False
+        return not arithmetic_of(op, self._in_step_of(step, scheme), self.weights).counts_tokens
 
     def inputs(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> list[Value]:
         """What the op reads to make these tokens of the step, in its order."""
@@ -241,17 +286,26 @@ class Recomputation:
 
     def _value(self, place: Place, scheme: Scheme) -> Value:
         """A value as the trace recorded it, or recomputed under the scheme from what it recorded."""
-        there = self._values.get(self._key(place, scheme))
+        there = self._at_hand(place, scheme)
         if there is not None:
             return there
         self._catch_up(place, scheme)
         return self._in_step(place, scheme)
 
+    def _at_hand(self, place: Place, scheme: Scheme) -> Value | None:
+        """A value that was read or recomputed before, be it of more tokens."""
+        (step, name, rows), key = place, self._key(place, scheme)
+        whole = self._key((step, name, None), scheme)
+        if key in self._values or rows is None or whole not in self._values or whole[1] != key[1]:
+            return self._values.get(key)
+        axis, at = ("T",) if name in SOURCES else self.graph[name].axes, torch.tensor(rows, device=self.weights.device)
+        return applied(lambda x: x.index_select(axis.index("T"), at), [self._values[whole]])
+
     def _catch_up(self, place: Place, scheme: Scheme) -> None:
         """Recompute what the value, where it is not there, reads of the steps before it: one by one, as the engine ran
         them.
         """
-        if self._is_there(self._key(place, scheme)):
+        if self._is_there(place, scheme):
             return
         step, name, rows = place
         segment = self._segments.of(step, self._op(step, name), rows)
@@ -279,11 +333,13 @@ class Recomputation:
     def _in_step(self, place: Place, scheme: Scheme) -> Value:
         """The value, when all that it reads of the steps before is there."""
         key = self._key(place, scheme)
-        if key not in self._values and self._is_there(key):
+        if key[1] is None and key not in self._values:
             self._values[key] = self._recorded_value(place)
         for missing in self._unrecorded(place, scheme):
             self._values[self._key(missing, scheme)] = self._recompute(missing, scheme)
-        return self._values[key]
+        there = self._at_hand(place, scheme)
+        assert there is not None
+        return there
 
     def _recorded_value(self, place: Place) -> Value:
         """A recorded value. One that was rounded on the way to the file has samples of what the engine had instead."""
@@ -300,7 +356,7 @@ class Recomputation:
         stack, begun = [(place, False)], set[Place]()
         while stack:
             place, inputs_are_there = stack.pop()
-            if self._is_there(self._key(place, scheme)):
+            if self._is_there(place, scheme):
                 continue
             if inputs_are_there:
                 begun.remove(place)
@@ -314,10 +370,16 @@ class Recomputation:
     def _reads(self, place: Place, scheme: Scheme) -> Iterator[Place]:
         """What is read for a value, the last first; of all steps so far those that are not there."""
         step, name, rows = place
-        op, before = self._op(step, name), self.recorded.before(step)
-        rows = self._tokens_read(step, op, scheme, rows)
+        op = self._op(step, name)
+        yield from self._read_by(step, op, scheme, rows, self.inside(step, op, scheme, rows))
+
+    def _read_by(self, step: int, op: Op, scheme: Scheme, rows: Rows, within: Container[str]) -> Iterator[Place]:
+        """The same of an op, and of what is made by parts `within`."""
+        before, rows = self.recorded.before(step), self._tokens_read(step, op, scheme, rows)
         for read, past in reversed(op.reads):
-            if op.kind == "state":
+            if read in within:
+                yield from self._read_by(step, self._op(step, read), scheme, rows, within)
+            elif op.kind == "state":
                 yield from () if before is None else ((before, read, None),)
             elif past == "before":
                 yield from ((number, read, None) for number in self.recorded.until(step)[:-1])
@@ -335,18 +397,19 @@ class Recomputation:
     def _key(self, place: Place, scheme: Scheme) -> _Key:
         return place, None if self.holds(place) else scheme
 
-    def _is_there(self, key: _Key) -> bool:
+    def _is_there(self, place: Place, scheme: Scheme) -> bool:
         """Whether the value was recorded, or recomputed already."""
-        return key[1] is None or key in self._values
+        return self._key(place, scheme)[1] is None or self._at_hand(place, scheme) is not None
 
     def _recompute(self, place: Place, scheme: Scheme) -> Value:
-        making = self._making_again(place, scheme)
-        return making.value(evaluate_together(making.calls), self._n_samples)
+        makings, axes = self._making_again(place, scheme), self.graph[place[1]].axes
+        made = [making.value(evaluate_together(making.calls), self._n_samples) for making in makings]
+        return applied(lambda *each: torch.cat(each, axes.index("T")), made) if len(made) > 1 else made[0]
 
-    def _making_again(self, place: Place, scheme: Scheme) -> Making:
+    def _making_again(self, place: Place, scheme: Scheme) -> Iterator[Making]:
         step, name, rows = place
         op = self._op(step, name)
-        return self._making(step, op, scheme, self._held_in(step, op, scheme), rows)
+        return self._makings(step, op, scheme, self._held_in(step, op, scheme), rows)
 
     def _op(self, step: int, name: str) -> Op:
         """The op as it is computed in the step."""
@@ -384,13 +447,21 @@ def recompute_together(asked: Sequence[Recomputation], record: OpRecord, scheme:
             if place == at:
                 alike.setdefault(id(asked[i]._op(*at[:2])), []).append(i)
         for these in alike.values():
-            makings = [asked[i]._making_again(at, scheme) for i in these]
-            for i, making, ys in zip(these, makings, _evaluated(makings), strict=True):
-                asked[i]._values[asked[i]._key(at, scheme)] = making.value(ys, asked[i]._n_samples)
+            for i, value in zip(these, _recomputed([asked[i] for i in these], at, scheme), strict=True):
+                asked[i]._values[asked[i]._key(at, scheme)] = value
                 if place := next(missing[i], None):
                     waiting[i] = place
                 else:
                     del waiting[i]
+
+
+def _recomputed(by: Sequence[Recomputation], place: Place, scheme: Scheme) -> list[Value]:
+    """One value by each, whose op is one: its weight is read once."""
+    if not by[0]._op(*place[:2]).weights:
+        return [one._recompute(place, scheme) for one in by]
+    makings = [making for one in by for making in one._making_again(place, scheme)]
+    made = zip(by, makings, _evaluated(makings), strict=True)
+    return [making.value(ys, one._n_samples) for one, making, ys in made]
 
 
 def _evaluated(makings: Sequence[Making]) -> Iterator[list[Tensor]]:
@@ -401,10 +472,14 @@ def _evaluated(makings: Sequence[Making]) -> Iterator[list[Tensor]]:
 
 def made_together(op: Op, asked: Sequence[tuple[Recomputation, OpRecord, Scheme, str]]) -> list[Recomputed]:
     """The op's output for several records, as `Recomputation.op` makes it of each: its weight is read once."""
-    makings = [of._making(record.step, op, scheme, storage, record.rows) for of, record, scheme, storage in asked]
-    made = []
-    for (of, record, _, _), making, ys in zip(asked, makings, _evaluated(makings), strict=True):
-        one = making.made(ys)
-        segment = of._segments.of(record.step, op, record.rows)
-        made.append(replace(one, segment=segment, inputs=one.inputs if len(segment) == 1 else ()))
-    return made
+    makings = ((of._makings(r.step, op, scheme, storage, r.rows)) for of, r, scheme, storage in asked)
+    if op.weights:
+        whole = [making for each in makings for making in each]
+        made = [making.made(ys) for making, ys in zip(whole, _evaluated(whole), strict=True)]
+    else:
+        made = [Recomputed.joined([m.made(evaluate_together(m.calls)) for m in each], op.axes) for each in makings]
+    segments = (of._segments.of(record.step, op, record.rows) for of, record, _, _ in asked)
+    return [
+        replace(one, segment=segment, inputs=one.inputs if len(segment) == 1 else ())
+        for one, segment in zip(made, segments, strict=True)
+    ]

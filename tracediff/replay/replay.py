@@ -22,7 +22,7 @@ from tracediff.numerics.evaluate import arithmetic_of, in_words_of
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
-from tracediff.numerics.schemes import PLAIN, SCHEMES, in_ties
+from tracediff.numerics.schemes import EXACTLY, PLAIN, SCHEMES, in_ties
 from tracediff.replay.fitting import Fitting, Supposed
 from tracediff.replay.look import Asked, Known, Look, known
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
@@ -181,6 +181,10 @@ class Replay:
     def segment(self, record: OpRecord) -> tuple[str, ...]:
         """The ops that are recomputed for the record; its own is the last."""
         return self._recomputation.segment(record)
+
+    def n_before(self, record: OpRecord) -> int:
+        """How many values are there at once of what is recomputed for the record, in what most engines do."""
+        return self._recomputation.n_before(record, EXACTLY)
 
     def forget(self, all_of_it: bool = False) -> None:
         """Drop values of ops that are done."""
