@@ -271,7 +271,8 @@ starting Ray, Python and torch.
 
 What a process takes is said before it judges (`check --plan`), and follows the largest record: of matmuls with weights, which
 are judged by parts of 2 million values, one part. Of hidden states alone it is all values of a layer, which are recomputed,
-but of a long prompt's scores and probabilities those of some tokens. What is read no more is dropped, so more layers take no more.
+but of a long prompt's scores and probabilities those of some tokens. What is read no more is dropped, so more layers take
+no more.
 
 | trace | most of it for | said: at most | taken |
 |---|---|---|---|

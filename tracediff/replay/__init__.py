@@ -1,7 +1,7 @@
 """Local error: every op of a trace recomputed in float64 from that trace's own recorded inputs.
 
 `recorded` is what a trace holds, `segments` what must be recomputed besides, and `recompute` does that, `making` each
-op with its noise, in which roundings are `turning`. A `look` is what is left of a record under one arithmetic
+op with its noise, in which roundings are `turning`, and what is too large `by_parts` of the tokens. A `look` is what is left of a record under one arithmetic
 (`residual`), and `score` weighs looks against one another. `fitting` finds the arithmetic of each sort of record,
 `composing` one that is not listed, `calibrating` the scales of caches, and the `plan` holds them once `planning` has
 made it; `replay` judges a record by it, `judging` all of them, `workers` in several processes or on a `cluster`,
