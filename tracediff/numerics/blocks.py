@@ -3,11 +3,13 @@
 Roundings to them work on the last axis, and return the values that they stand for in the dtype of the input.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tracediff.numerics.floats import Rounding, last_place
 
@@ -137,6 +139,36 @@ class StoredQ80(Q80):
         blocks = self.of(x)
         scale = divided(blocks.abs().amax(-1, keepdim=True), 127.0).to(self.scales).float()
         return quotients_of(blocks, scale).clamp_(-128.0, 127.0), scale, torch.zeros_like(scale)
+
+
+@dataclass(frozen=True, slots=True)
+class AcrossHeads(Rounding):
+    """Blocks of all of a token's values in a cache [..., heads, D], where a head is no multiple of one: the last may be
+    shorter. (llama.cpp refuses such a cache; an engine of one's own cuts the row as it lies.)
+    """
+
+    of: Blocks = Q80("q8_0", "q8_0 blocks", 32, torch.float16)
+
+    def divides(self, n: int) -> bool:
+        """Heads that are multiples are rounded by themselves."""
+        return not self.of.divides(n)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the integers stand for."""
+        return self._across(self.of, x)
+
+    def step(self, x: Tensor) -> Tensor:
+        """A unit, times the scale of its block."""
+        return self._across(self.of.step, x)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """A unit up or down."""
+        return self._across(self.of.flips, x)
+
+    def _across(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        rows = x.flatten(-2)
+        n = rows.shape[-1]
+        return function(pad(rows, (0, -n % self.of.block)))[..., :n].unflatten(-1, x.shape[-2:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tracediff.errors import EngineError
-from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, Blocks, StoredQ80
+from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, AcrossHeads, Blocks, StoredQ80
 from tracediff.numerics.floats import (
     HALVES,
     TF32,
@@ -74,6 +74,7 @@ _KNOWN = {
         Float("e4m3", "float8 (e4m3)", dtype=torch.float8_e4m3fn, mantissa=3),
         q8_0,
         Q80("q8_1", "q8_1 blocks", 32, torch.float16),
+        AcrossHeads("q8_0 across heads", "q8_0 blocks across heads"),
         Q80("q8_0/row", "int8 rows with float16 scales", 0, torch.float16),
         StoredQ80("stored q8_0", "q8_0 blocks by stored scales", 32, torch.float16),
         TruncatedQ80("truncated q8_0", "q8_0 blocks", 32, torch.float16),

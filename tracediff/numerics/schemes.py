@@ -218,7 +218,7 @@ def _ways() -> Iterator[Way]:
     whole = ("f64", *HALVES)
     for name in ("f64", AS_IN_GGML, *HALVES, *TF32S, "q8_0", "stored q8_0", "q8_K", "older q8_K", *GROUPS, *_SCALED):
         yield Way("activations", _named("activations", name), partial(_multiplied, name))
-    for name in ("f64", *HALVES, "away f16", "q8_0", *_INTEGER_CACHES, "fp8/row", *_FLOAT8):
+    for name in ("f64", *HALVES, "away f16", "q8_0", "q8_0 across heads", *_INTEGER_CACHES, "fp8/row", *_FLOAT8):
         words = "KV cache alone" if name == "q8_0" else "KV cache"  # which in ggml Q is rounded to as well
         yield Way("cache", _named(words, name), partial(_cached, name))
         yield Way("K cache", _named("K cache", name), partial(_cached, name, of_values=False))

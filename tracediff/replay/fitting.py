@@ -150,18 +150,13 @@ class Fitting:
         others = (one for one in schemes if (one in PLAIN or one in usual) and left > FINE)
         return next((one for one in others if self.left(record, one) <= FINE and self.fits(record, one)), scheme)
 
-    def kinds(self, record: OpRecord) -> set[str]:
-        """Of the ops that are recomputed for the record: layers of a hybrid model have others."""
-        return {self._recomputation.graph[name].kind for name in self._recomputation.segment(record)}
-
     def _unfit(self, records: Sequence[OpRecord], fit: OpRecord, scheme: Scheme) -> tuple[OpRecord, ...]:
         """Which of these the scheme does not fit, that was found to fit one of them: asked are those before it, and one
-        of each op that it may treat otherwise. Of segments, where to ask one is a pass, those with ops of other kinds,
-        and all where it leaves more than float32 does: a state in float16 did so within the floor of one step.
+        of each op that it may treat otherwise. Of segments, where to ask one is a pass, all where it leaves more than
+        float32 does: a state in float16 did so within the floor of one step.
         """
         if self._planner.is_segment(fit):
-            is_fine = self.left(fit, scheme) <= FINE
-            asked = [record for record in records if not is_fine or self.kinds(record) - self.kinds(fit)]
+            asked = [*records] if self.left(fit, scheme) > FINE else []
         else:
             at = records.index(fit)
             asked = [*records[:at], *self._planner.treated_otherwise(fit, records[at + 1 :])]

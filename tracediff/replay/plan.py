@@ -7,9 +7,8 @@ the order in which records are judged.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import compress, zip_longest
 from operator import not_
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from tracediff.replay.recorded import Recorded
 from tracediff.trace.format import OpRecord
 
 _SAMPLES = 3  # records of a sort that choose its arithmetic
+_MIXERS = ("softmax", "state")  # what kinds that mix tokens are to schemes
 
 
 class Sort(NamedTuple):
@@ -40,6 +40,7 @@ class Sort(NamedTuple):
     held: tuple[bool, ...]  # of each input whether it was recorded
     types: tuple[str, ...]  # of the weights
     of_product: bool = False  # of norms whether they read what a matmul makes, which may be held in half precision
+    through: frozenset[str] = frozenset()  # kinds of what is recomputed: layers of a hybrid model have others
 
     @property
     def tokens(self) -> Tokens:
@@ -49,6 +50,8 @@ class Sort(NamedTuple):
     def __str__(self) -> str:
         weights = f" with {self.types[0]} weights{' and biases' if len(self.types) > 1 else ''}" if self.types else ""
         through = "" if all(self.held) else " through what was not recorded before it"
+        mixers = sorted(kind for kind in self.through if KINDS[kind].scheme in _MIXERS)
+        through += f", {', '.join(mixers)} in it" if mixers else ""
         tokens = "1 token" if self.n_tokens == 1 else f"{self.n_tokens} tokens"
         product = " of a product" if self.of_product else ""
         return f"{self.name}{product}{weights}{through} ({self.storage}, {tokens} a step)"
@@ -110,13 +113,16 @@ class Planner:
         graph: Graph,
         weights: Weights,
         schemes: Sequence[Scheme],
+        segment: Callable[[OpRecord], Sequence[str]],
     ) -> None:
         self._recorded = recorded
+        self._segment = segment
         self._graph = graph
         self._weights = weights
         self._schemes = schemes
         self._found: dict[tuple[object, ...], tuple[Scheme, ...]] = {}  # of schemes those that differ
         self._normed: dict[OpRecord, str] = {}  # what the inputs of norms are stored in
+        self._through: dict[frozenset[str], tuple[Op, ...]] = {}  # by the kinds of a segment what tells schemes apart
         self._told: dict[tuple[Scheme, tuple[str, ...]], Mapping[str, Sequence[Way]]] = {}
 
     def sort(self, record: OpRecord) -> Sort:
@@ -127,7 +133,9 @@ class Planner:
         n_tokens, n_keys = self._lengths(record)
         kind = op.kind if all(held) else local_name(op.name)
         shares = n_keys > SHARED_BEYOND
-        return Sort(kind, record.dtype or "", n_tokens, shares, tuple(held), tuple(types), self._norms_product(op))
+        through = frozenset() if all(held) else self._kinds(record)
+        product = self._norms_product(op)
+        return Sort(kind, record.dtype or "", n_tokens, shares, tuple(held), tuple(types), product, through)
 
     def treated_otherwise(self, record: OpRecord, others: Iterable[OpRecord]) -> list[OpRecord]:
         """Of other records of a sort one of each op that a scheme may treat otherwise than its op: by its rows."""
@@ -168,8 +176,8 @@ class Planner:
         Raises EngineError where the op's rows cannot be rounded as the only scheme says.
         """
         record = records[0]
-        alike = () if self.is_segment(record) else tuple(dict.fromkeys(record.op for record in records))
-        key = *alike, self._lengths(record), self._recorded.storage(record.step), record.dtype
+        alike = self._kinds(record) if self.is_segment(record) else tuple(dict.fromkeys(one.op for one in records))
+        key = alike, self._lengths(record), self._recorded.storage(record.step), record.dtype
         if key not in self._found:
             several, held = len(self._schemes) > 1, self._recorded.storage(record.step)
             schemes = [scheme for scheme in self._schemes if not several or _caches_so(held, scheme)]
@@ -246,9 +254,9 @@ class Planner:
         return [scheme for scheme in self.candidates(record) if self._rounds(scheme, covered) in wanted]
 
     def _rounds(self, scheme: Scheme, covered: Sequence[Op]) -> tuple[Arithmetic, ...]:
-        """What the scheme rounds in these ops. Through all of them what sums run in makes no difference."""
+        """What the scheme rounds in these ops. Through those of several kinds what sums run in makes no difference."""
         found = (arithmetic_of(op, scheme, self._weights) for op in covered)
-        return tuple(map(_in_float32, found)) if covered is self._all else tuple(found)
+        return tuple(map(_in_float32, found)) if len({op.kind for op in covered}) > 1 else tuple(found)
 
     def _rounds_rows(self, scheme: Scheme, covered: Sequence[Op]) -> tuple[Arithmetic, ...]:
         """The same, where what is rounded in groups that are as wide as a row is rounded in rows."""
@@ -259,14 +267,17 @@ class Planner:
         )
 
     def _covered(self, *records: OpRecord) -> Sequence[Op]:
-        """The ops that tell schemes apart: the records' own, and of segments all."""
-        if self.is_segment(records[0]):
-            return self._all
-        return self._unlike(self._graph[name] for name in dict.fromkeys(record.op for record in records))
+        """The ops that tell schemes apart: the records' own, and of segments all of their kinds."""
+        if not self.is_segment(records[0]):
+            return self._unlike(self._graph[name] for name in dict.fromkeys(record.op for record in records))
+        kinds = self._kinds(records[0])
+        if kinds not in self._through:
+            self._through[kinds] = self._unlike(op for op in self._graph if op.kind in kinds)
+        return self._through[kinds]
 
-    @cached_property
-    def _all(self) -> tuple[Op, ...]:
-        return self._unlike(self._graph)
+    def _kinds(self, record: OpRecord) -> frozenset[str]:
+        """Of the ops that are recomputed for the record."""
+        return frozenset(self._graph[name].kind for name in self._segment(record))
 
     def _unlike(self, ops: Iterable[Op]) -> tuple[Op, ...]:
         """One of each sort that a scheme may treat otherwise: a model has hundreds of ops, of a dozen sorts."""

@@ -80,7 +80,7 @@ class Planning:
         self._calibrate(choices, by_sort)
         choices = {sort: self._of_fine_ways(choice, by_sort[sort]) for sort, choice in choices.items()}
         choices = {
-            sort: self._as_in_prompts(choice, by_sort[sort], _elsewhere(sort, choices).sole)
+            sort: self._as_in_prompts(choice, by_sort[sort], _elsewhere(sort, choices))
             for sort, choice in choices.items()
         }
         choices = {sort: self._without_tables(choice, by_sort[sort]) for sort, choice in choices.items()}
@@ -200,7 +200,7 @@ class Planning:
         doubtful = (len(choice.schemes) > 1 or len(starts) > 1) and not choice.by_op
         asked = choice.unfit or (samples if doubtful else ())
         through_segments = self._planner.is_segment(records[0])
-        if asked and through_segments and not self._are_of_other_kinds(asked, samples):
+        if asked and through_segments:
             asked = samples  # of which one that nothing fits may be the mistaken one
         if not asked or not self._is_short(asked[0]):
             return choice
@@ -227,12 +227,6 @@ class Planning:
         whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
         again = 0 < len(found.unfit) < len(asked) and not through_segments
         return self._composed(whole, records, known, elsewhere) if again else whole
-
-    def _are_of_other_kinds(self, asked: Sequence[OpRecord], samples: Sequence[OpRecord]) -> bool:
-        """Whether they are recomputed by ops of kinds that the other samples have none of: a hybrid model's layers."""
-        others = [self._fitting.kinds(record) for record in samples if record not in asked]
-        known = set[str]().union(*others)
-        return bool(others) and all(self._fitting.kinds(record) - known for record in asked)
 
     def _of_fine_ways(self, choice: Choice, records: list[OpRecord]) -> Choice:
         """In one of the ways that make so little of a difference, if it leaves far less: without it no rival is asked
@@ -356,15 +350,20 @@ class Planning:
         exact = self._recomputation.op(record, self._recomputation.op_of(record), scheme, "f64").exact
         return float(((self._recomputation.values(record).reshape(exact.shape) - exact) * exact).sum()) < 0
 
-    def _as_in_prompts(self, choice: Choice, records: list[OpRecord], in_other_steps: Sequence[Scheme]) -> Choice:
+    def _as_in_prompts(self, choice: Choice, records: list[OpRecord], elsewhere: Elsewhere) -> Choice:
         """Of single tokens what steps of several tell, where it is as good: a token's row is all of its tensor, and few
-        values tell TF32 from float16.
+        values tell TF32 from float16. Segments do not tell either what is in contention there.
         """
         is_sole = choice.settled and len(choice.schemes) == 1 and not choice.by_op
-        if not is_sole or not self._is_of_single_tokens(records) or self._planner.is_segment(records[0]):
+        if not is_sole or not self._is_of_single_tokens(records):
             return choice
         each = self._samples(records)
-        for other in in_other_steps:
+        if self._planner.is_segment(records[0]):
+            others = [s for longer in elsewhere.longer if len(longer.schemes) > 1 for s in longer.schemes]
+            others = [s for s in self._planner.suiting((*choice.schemes, *others), *records) if s not in choice.schemes]
+            fit = (scheme for scheme in others if all(self._fitting.fits(record, scheme) for record in each))
+            return replace(choice, alike=(*choice.alike, *fit)) if others else choice
+        for other in elsewhere.sole:
             if all(self._fitting.is_as_good(other, choice.schemes[0], record) for record in each):
                 return replace(choice, schemes=(other,), alike=(*choice.schemes, *choice.alike))
         return choice
@@ -470,8 +469,8 @@ def _elsewhere(sort: Sort, choices: Mapping[Sort, Choice]) -> Elsewhere:
     others = {
         other: choice
         for other, choice in choices.items()
-        if (other.name, other.types, other.of_product, len(other.held))  # a bias is no input
-        == (sort.name, sort.types, sort.of_product, len(sort.held))
+        if (other.name, other.types, other.of_product, other.through, len(other.held))  # a bias is no input
+        == (sort.name, sort.types, sort.of_product, sort.through, len(sort.held))
         and other.n_tokens != sort.n_tokens
         and choice.settled
     }

@@ -65,7 +65,7 @@ class Replay:
         self.weights = weights
         self._recorded = Recorded(trace, graph, weights.device)
         self._recomputation = Recomputation(self._recorded, graph, weights)
-        self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
+        self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES, self.segment)
         self._fitting = Fitting(self._recomputation, self._planner)
         self._planning = Planning(self._recomputation, self._planner, self._fitting)
         self._is_mistaken, self._only = is_mistaken, only
