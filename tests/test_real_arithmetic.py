@@ -1398,6 +1398,23 @@ def test_what_is_handed_from_step_to_step_may_be_in_half_precision(
     assert words in said(result, "add")
 
 
+def test_layers_of_a_hybrid_model_have_arithmetics_of_their_own(tmp_path: Path) -> None:
+    """Of four layers one attends: most had no cache, so that a cache in float16 was none to be tried."""
+    few = {"block_count": 4, "attention.head_count": 6, "attention.head_count_kv": [0, 2, 0, 0]}
+    model = Model(tiny_models.write("lfm2", tmp_path / "lfm2.gguf", others=few, without="bias|cls|dense_2"))
+    steps = (*TOKENS, 7), (84,), (104,)
+    halves = {
+        "scores": lambda q, k: scores(q, k.half().to(k)),
+        "weighted_values": lambda p, v: weighted_values(p, v.half().to(v)),
+    }
+    graph = model.graph.changed(*(replace(op, function=halves[op.kind]) for op in model.graph if op.kind in halves))
+    path = trace_graph(graph, model.file, tmp_path / "held.trace", *steps, capture="layers")
+    result = check_trace(path, model)
+    assert (result.verdict, faulty(result)) == ("match", [])
+    of_layers = {op.op: op.local.arithmetic for op in result.ops if op.local and op.op.endswith("ffn_residual")}
+    assert {op for op, words in of_layers.items() if words == "KV cache in float16"} == {"blk.1.ffn_residual"}
+
+
 def test_a_state_may_be_recorded_as_it_is_handed_on(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """In half precision, in one row with values in float32."""
     model = Model(tiny("rwkv7"))
@@ -1673,6 +1690,58 @@ def test_a_cache_is_called_what_it_is(
             said_of.replace("KV", "V").replace("Q and p", "p"),
         }
     )
+
+
+def in_blocks_of_32(x: np.ndarray, stored: bool) -> np.ndarray:
+    """A row of 8-bit integers with a float16 scale for each 32, or for what is left: quotients by that, or before."""
+    y = np.zeros(x.shape, np.float32)
+    for at in range(0, len(x), 32):
+        block = x[at : at + 32]
+        scale = np.abs(block).max() / np.float32(127)
+        kept = np.float32(np.float16(scale))
+        y[at : at + 32] = np.round(block / (kept if stored else scale)) * kept
+    return y
+
+
+def of_heads(cached: torch.Tensor) -> torch.Tensor:
+    """Each head by itself, in one block by the scale that is kept."""
+    rows = [in_blocks_of_32(row, stored=True) for row in cached.flatten(0, -2).numpy()]
+    return torch.from_numpy(np.stack(rows)).reshape(cached.shape)
+
+
+def of_tokens(cached: torch.Tensor) -> torch.Tensor:
+    """All of a token's, whatever their heads."""
+    rows = [in_blocks_of_32(row, stored=False) for row in cached.flatten(1).numpy()]
+    return torch.from_numpy(np.stack(rows)).reshape(cached.shape)
+
+
+@pytest.mark.parametrize(
+    ("cache", "head_dim", "words"),
+    [
+        (of_tokens, 24, "KV cache in q8_0 blocks across heads"),  # two heads of 24 are a block and a half
+        (of_heads, 24, "KV cache in int8 rows by stored float16 scales"),
+        (of_heads, 32, "KV cache in int8 rows by stored float16 scales"),
+    ],
+)
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_a_cache_of_integers_may_be_cut_as_its_author_likes(
+    cache: Callable[[Tensor], Tensor], head_dim: int, words: str, capture: str, models: Models, tmp_path: Path
+) -> None:
+    """Every layer diverged: llama.cpp's blocks are of a head, and divide it."""
+
+    def change(op: Op) -> Op:
+        if op.kind == "scores":
+            return replace(op, function=lambda q, k: scores(q, cache(k)))
+        if op.kind == "weighted_values":
+            return replace(op, function=lambda probs, v: weighted_values(probs, cache(v)))
+        return op
+
+    model = models(replace(SHAPE, head_dim=head_dim), "F32")
+    result = check_trace(traced(model, tmp_path / "a.trace", change=change, capture=capture), model)
+    assert result.verdict == "match"
+    kinds = ("scores", "weighted_values") if capture == "all" else ("add",)
+    expected = {words} if capture == "layers" else {words.replace("KV", "K"), words.replace("KV", "V")}
+    assert set().union(*(said(result, kind) for kind in kinds)) - {"exact"} == expected
 
 
 def in_tiles(probs: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -218,7 +218,7 @@ def _ways() -> Iterator[Way]:
     whole = ("f64", *HALVES)
     for name in ("f64", AS_IN_GGML, *HALVES, *TF32S, "q8_0", "stored q8_0", "q8_K", "older q8_K", *GROUPS, *_SCALED):
         yield Way("activations", _named("activations", name), partial(_multiplied, name))
-    for name in ("f64", *HALVES, "away f16", "q8_0", "q8_0 across heads", *_INTEGER_CACHES, "fp8/row", *_FLOAT8):
+    for name in ("f64", *HALVES, "away f16", "q8_0", *_INTEGER_CACHES, "fp8/row", *_FLOAT8):
         words = "KV cache alone" if name == "q8_0" else "KV cache"  # which in ggml Q is rounded to as well
         yield Way("cache", _named(words, name), partial(_cached, name))
         yield Way("K cache", _named("K cache", name), partial(_cached, name, of_values=False))
@@ -249,7 +249,9 @@ def _ways() -> Iterator[Way]:
 
 
 # Rows are a head's: with a scale each, be it kept in float16, or a minimum too (lmdeploy); or one for a token's heads.
-_INTEGER_CACHES = ("int8/row", "q8_0/row", "shifted8/row", "int8/token")
+_INTEGER_CACHES = (
+    *("int8/row", "q8_0/row", "stored q8_0/row", "shifted8/row", "int8/token"), "stored q8_0", "q8_0 across heads",
+)  # fmt: skip
 _READ = (*HALVES, *TF32S)  # types that both operands are multiplied in
 _EXPONENTIALS = {
     "": "exponentials not approximated",
