@@ -34,7 +34,7 @@ def model(models: Models) -> Path:
         (b"", "c.trace:1: not a trace: its first line is empty, where a trace begins with {\"type\":\"trace\""),
         (b"\n\n", "c.trace:1: not a trace: its first line is empty"),
         (b"GGUF\3\0\0\0", "c.trace:1: not a trace: it is a GGUF model"),
-        (gzip.compress(b'{"type":"trace"}\n'), "not a trace: it is compressed by gzip. Unpack it, and its"),
+        (gzip.compress(b'{"type":"trace"}\n', mtime=0), "not a trace: it is compressed by gzip. Unpack it, and its"),
         (b'\xef\xbb\xbf{"type":"trace"}\n', "not a trace: it begins with a byte order mark. Write"),
         ('{"type":"trace"}\n'.encode("utf-16"), "c.trace:1: not a trace: it is UTF-16. Write UTF-8"),
         (b'{"type":"tra', "c.trace:1: not a JSON object on one line: Input data was truncated"),
