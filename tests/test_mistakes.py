@@ -85,6 +85,7 @@ PLANTED = {
                "gate_after_norm", "act_ungated", "written_once@blk.1.conv_state_next",
                "conv_window_misplaced", "state_of_another_layer@blk.0.conv_state", "scan_groups",
                "state_space", "bias_twice@blk.1.ssm_dt", "parts_off_by_one@blk.1.ssm_scan"),
+    "gemma2": ("cap_clamped@output_unscaled.scale.tanh",),
     "granitemoe": ("rope_factors_multiplied", "factor_of_another_term"),
     "hunyuan-dense": ("norm_before_rope@blk.1.attn_q_norm",),
     "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2", "conv_acausal"),
@@ -125,6 +126,56 @@ def test_a_planted_mistake_is_located_and_named(arch: str, fault: str, tiny: Tin
     result = check_trace(path, tiny(arch))
     assert {op.op for op in result.faulty} == shows
     assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {fault.partition("@")[0]}
+
+
+def softmax_of(sees: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A softmax over the keys that a query sees, of their distances q - k, and of whether a key is the first."""
+
+    def function(scores: Tensor, queries: Tensor, keys: Tensor, *, scale: float, **_: Any) -> Tensor:
+        away = queries[:, None] - keys[None, :]
+        return torch.softmax((scores * scale).masked_fill(~sees(away, keys == 0), -math.inf), -1)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("sees", "text"),
+    [
+        (
+            lambda away, first: (away >= 0) & ((away < 4) | first),
+            "a query sees the last 4 tokens, its own among them, and the first",
+        ),
+        (
+            lambda away, first: away.abs() < 4,
+            "no causal mask: the window of 4 hides keys that are as far after a query as before it",
+        ),
+    ],
+)
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_a_window_hides_less_than_it_should(
+    sees: Callable[[Tensor, Tensor], Tensor], text: str, capture: Capture, tmp_path: Path
+) -> None:
+    """An author of Gemma's kept the first token, as StreamingLLM does, and took |q - k| for the distance."""
+    model = Model(tiny_models.write("gemma3", tmp_path / "gemma3.gguf", others={"attention.sliding_window": 4}))
+    windowed = [op for op in model.graph if op.kind == "softmax" and op.attrs.get("window") == 4]
+    wrong = replace(windowed[1], function=softmax_of(sees))
+    path = trace_graph(model.graph.changed(wrong), model.file, tmp_path / "a.trace", TOKENS, (7,), capture=capture)
+    (finding,) = check_trace(path, model).findings
+    assert finding.text.endswith(f"{text}.")
+
+
+@pytest.mark.parametrize("eps", [1e-2, 3e-4])
+def test_an_epsilon_outside_the_root_may_be_another(eps: float, tiny: Tiny, tmp_path: Path) -> None:
+    model = Model(tiny("olmo2"))
+
+    def norm(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + eps) * weight
+
+    norms = [replace(op, function=norm) for op in model.graph if op.kind == "rms_norm"]
+    path = trace_graph(model.graph.changed(*norms), model.file, tmp_path / "a.trace", TOKENS, (7,))
+    (finding,) = check_trace(path, model).findings
+    right = model.graph["output_norm"].attrs["eps"]
+    assert finding.text.endswith(f"norms: eps is added outside the root, and is {eps:g} instead of {right:g}.")
 
 
 CHUNKS = {

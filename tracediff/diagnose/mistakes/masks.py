@@ -149,9 +149,10 @@ def _window(op: Op, context: Context) -> Variants:
                 said = f"{f'a {name} of {wrong}' if wrong else f'no {name}'} instead of {belongs}"
                 attrs = {name: wrong} | ({other: 0} if other else {})
                 yield Variant(op.with_attrs(**attrs), said, fitted=bool(wrong))  # of one token many numbers suit
-    if kept and not any(op.attrs.get(name) for name in shown):
-        words = f"a query sees the last {count(shown['window'], 'token')}, its own among them, and the first {kept}"
-        yield Variant(op.with_attrs(mask=partial(_but_the_first, size=shown["window"], kept=kept)), words, fitted=True)
+    if kept and not op.attrs.get("chunk"):
+        yield _but_for_first(op, shown["window"], kept)
+    elif context.seen is None and (window := op.attrs.get("window")):
+        yield _but_for_first(op, window, 1)._replace(fitted=False)
 
 
 @AREA.mistake(
@@ -194,6 +195,12 @@ def _shown(context: Context) -> tuple[int, dict[str, int]]:
     last = at.masked_fill(~shut, -1).amax(1)
     # What underflowed is 0 as well: it makes windows look smaller, never larger.
     return int(first.max()), {"window": int((queries[some_are] - last).max()), "chunk": int(last.min()) + 1}
+
+
+def _but_for_first(op: Op, size: int, kept: int) -> Variant:
+    first = f"first {kept}" if kept > 1 else "first"
+    words = f"a query sees the last {count(size, 'token')}, its own among them, and the {first}"
+    return Variant(op.with_attrs(mask=partial(_but_the_first, size=size, kept=kept), window=0), words, fitted=True)
 
 
 def _but_the_first(queries: Tensor, keys: Tensor, size: int, kept: int) -> Tensor:
@@ -258,6 +265,9 @@ def _no_mask(op: Op, _: Context) -> Variants:  # after the window: to a query of
     yield everything, "no causal mask: every query sees every key"
     if _NEAR & op.attrs.keys():
         yield op.with_attrs(mask=_nothing_hidden), "no causal mask: every query sees all later keys"
+    if window := op.attrs.get("window"):
+        words = f"no causal mask: the window of {window} hides keys that are as far after a query as before it"
+        yield op.with_attrs(mask=lambda q, k: k[None, :] - q[:, None] >= window), words
 
 
 @AREA.mistake(

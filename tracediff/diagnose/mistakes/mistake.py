@@ -203,7 +203,7 @@ def weights_of(op: Op, context: Context) -> list[Tensor]:
 def fitted_attr(op: Op, context: Context, name: str, starts: Iterable[float]) -> float | None:
     """The number that this attribute of the op must be for what was recorded; None where none is near at all."""
     assert context.seen
-    function, inputs = KINDS[op.kind].function, (*context.seen.inputs, *weights_of(op, context))
+    function, inputs = op.function or KINDS[op.kind].function, (*context.seen.inputs, *weights_of(op, context))
     return fitted(lambda number: function(*inputs, **{**op.attrs, name: number}), context.seen.output, starts)
 
 

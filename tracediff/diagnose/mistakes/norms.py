@@ -109,12 +109,17 @@ def _factor(op: Op, context: Context) -> float:
     "eps_outside_root", "the epsilon is added to the root, not under it", "x / (sqrt(mean(x^2)) + eps) in the norm",
     NORM,
 )  # fmt: skip
-def _eps_outside(op: Op, _: Context) -> Variants:
+def _eps_outside(op: Op, context: Context) -> Variants:
     def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
         x = _centred(op, x)
         return scaled(x / (x.square().mean(-1, keepdim=True).sqrt() + eps), *weight)
 
-    yield computing(op, function), "eps is added outside the root"
+    outside, right = computing(op, function), op.attrs["eps"]
+    yield outside, "eps is added outside the root"
+    others = (right * 10.0**i for i in _DECADES)
+    if context.seen and (number := fitted_attr(outside, context, "eps", others)) is not None:
+        words = "eps is added outside the root, and is {} instead of {}".format(*told_apart(number, right))
+        yield Variant(outside.with_attrs(eps=number), words, fitted=True)
 
 
 @AREA.mistake(
