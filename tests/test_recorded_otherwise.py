@@ -76,6 +76,45 @@ def test_a_layer_that_is_recorded_before_it_runs(
     assert f"layer {layer} (seen in ffn_residual)" in first.text
 
 
+def of_stream(source: Path, out: Path, taken: Callable[[int], str]) -> Path:
+    """Hidden states alone, of which each layer's is another value."""
+    trace = Trace(source)
+    layers = sorted(int(op.split(".")[1]) for step, op in trace.ops if step == 0 and op.endswith("ffn_residual"))
+    with TraceWriter.like(out, trace.header) as writer:
+        for step in trace.steps.values():
+            writer.step(step.step, step.tokens, step.positions)
+            writer.op(step.step, "token_embd", as_it_is(trace, step.step, "token_embd"), "f32")
+            for layer in layers:
+                writer.op(step.step, f"blk.{layer}.ffn_residual", as_it_is(trace, step.step, taken(layer)), "f32")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("taken", "words"),
+    [
+        (
+            lambda layer: f"blk.{layer - 1}.ffn_residual" if layer else "token_embd",
+            "it holds what the layer before makes of ffn_residual of the layer before: each layer's output is recorded "
+            "one layer late",
+        ),
+        (
+            lambda layer: f"blk.{layer}.attn_residual",
+            "it holds the stream before the feed-forward is added: each layer's output is recorded too early",
+        ),
+    ],
+)
+def test_another_value_of_the_stream_is_told(
+    taken: Callable[[int], str], words: str, models: Models, torch_trace: Tracer, tmp_path: Path
+) -> None:
+    """The first layer was told, and all that follows searched for a minute in vain."""
+    model = models("qwen3", "F16")
+    trace = of_stream(torch_trace(model), tmp_path / "stream.trace", taken)
+    findings = check_trace(trace, model).findings
+    assert findings[0].text.startswith("layer 0")
+    assert all(words in finding.text for finding in findings[1:])
+    assert {op for finding in findings[1:] for op in finding.ops if op.endswith("residual")} > {"blk.1.ffn_residual"}
+
+
 def test_an_axis_of_a_batch_is_to_be_left_out(models: Models, torch_trace: Tracer, tmp_path: Path) -> None:
     model = models("qwen2", "Q8_0")
 

@@ -80,7 +80,7 @@ class Search:
         if len(vain) >= _SEARCHES:
             return self._kin.fewest(self.one_more(one), one)
         some = (h.but_in_some_steps() for h in tried.first(_ALIKE) if not self._kin.is_soon_suited(h, one.record))
-        here = [h for h in some if h.pays(one.error) and not self._kin.is_handed_on(h, one.record)]
+        here = [h for h in some if self._kin.pays(h, one) and not self._kin.is_handed_on(h, one.record)]
         began = time.monotonic()
         if found_one := self._solved(one, here):
             return found_one
@@ -257,7 +257,7 @@ class Search:
     def _is_in_another_step(self, solved: Hypothesis, one: Faulty) -> bool:
         """Whether it explains another step too: of one token alone thousands of edits give what some other did."""
         others = (other for other in self._kin.pending if other.record.step != one.record.step)
-        return solved.pays(one.error) and any(self._kin.carried(solved, other) for other in islice(others, _ASKED))
+        return self._kin.pays(solved, one) and any(self._kin.carried(solved, other) for other in islice(others, _ASKED))
 
     def _is_sure(self, known: Hypothesis, one: Faulty) -> bool:
         """Whether it may be said of all steps of one token: of what one row tells little another step must have it."""
@@ -286,7 +286,7 @@ class Search:
         what ids they were, that was "the number of channels is taken for 768".)
         """
         suited = solved.parts[-1].fitted or self._kin.is_one_factor(one.record, solved.ops)
-        if suited or not solved.pays(one.error) or self._kin.is_handed_on(solved, one.record):
+        if suited or not self._kin.pays(solved, one) or self._kin.is_handed_on(solved, one.record):
             return False
         alike = [other for other in self._kin.pending if self._is_alike(other, one)][:_ASKED]
         in_some = solved.but_in_some_steps()

@@ -94,8 +94,9 @@ def known(by: Recomputation, record: OpRecord, scheme: Scheme) -> Known:
     """All that is known of a record's op by itself, under this arithmetic."""
     op = by.op_of(record)
     read = tuple(value.exact for value in by.inputs(record.step, op, scheme, record.rows))
-    made = by.op(record, op, scheme, record.dtype or "f32")
-    recorded, bound = by.recorded.values(record).reshape(made.exact.shape), made.bound()
+    values = by.recorded.values(record)
+    made = by.op(record, op, scheme, _storage(Asked(by, record, scheme), values))
+    recorded, bound = values.reshape(made.exact.shape), made.bound()
     hidden = _hidden(by, record, op)
     if hidden is not None:
         bound = bound.masked_fill(hidden, math.inf)

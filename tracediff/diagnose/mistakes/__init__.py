@@ -18,6 +18,7 @@ from tracediff.diagnose.mistakes import (
     norms,
     order,
     parts,
+    recorded,
     residual,
     rope,
     rows,
@@ -28,7 +29,7 @@ from tracediff.diagnose.mistakes import (
 
 _AREAS = (
     weights, blocks, rows, integers, embedding, norms, order, rope, heads, masks, attention, caches, feed_forward,
-    residual, experts, states, chunks, parts, sums,
+    residual, experts, states, chunks, parts, sums, recorded,
 )  # fmt: skip
 BANK = {mistake.name: mistake for area in _AREAS for mistake in area.AREA}
 # What was never added to a sum leaves what a weight of zeros does, and is said first: an engine has many weights.
@@ -46,4 +47,5 @@ ALIKE = {
     "block_scale_bits": ("weight_zero", "residual_dropped", "term_dropped"),
     "norm_skipped": ("norm_bypassed",), "norm_bypassed": ("norm_skipped",),
     "heads_first": ("heads_viewed",), "heads_viewed": ("heads_first",),
+    "wrong_layer": ("recorded_late",), "recorded_late": ("wrong_layer",),
 }  # fmt: skip

@@ -345,31 +345,36 @@ def _norm_f16(op: Op, context: Context) -> Variants:
 
 @dataclass(frozen=True, slots=True)
 class _InHalf:
-    """An RMS norm of which each step is rounded, the weight's product apart, which is stored: `Op.rework`. The root is
-    rounded before its inverse is (PyTorch's rsqrt on CPUs), or with it (on GPUs).
+    """An RMS norm of values and a weight in half precision, of which each step is rounded, the weight's product apart,
+    which is stored: `Op.rework`. The root is rounded before its inverse is, or with it (PyTorch's rsqrt on GPUs): of
+    each row, or of all.
     """
 
     dtype: str
-    of_root: bool
+    of_root: tuple[bool, ...]
 
     def compute(self, call: Call) -> Tensor:
         """The output."""
-        return self._made(call.inputs[0], call.op.attrs["eps"], *held(call))
+        return self.made(call.inputs[0], call.op.attrs["eps"], *held(call))
 
     def noise(self, made: Made) -> Noise:
         """That of the norm; where the mean lies between two numbers so closely that float32 may round it to either,
         what the row is apart then.
         """
         x, eps, weights = made.inputs[0], made.op.attrs["eps"], held(made)
-        below, above = (self._made(x, eps, *weights, by=by) for by in (1 - _FLOAT32_SUMS, 1 + _FLOAT32_SUMS))
+        below, above = (self.made(x, eps, *weights, by=by) for by in (1 - _FLOAT32_SUMS, 1 + _FLOAT32_SUMS))
         own = noise_of(replace(made.op, rework=None), made)
         return replace(own, hard=own.hard + (above - below).abs())
 
-    def _made(self, x: Tensor, eps: float, *weights: Tensor, by: float = 1.0) -> Tensor:
+    def made(self, x: Tensor, eps: float, *weights: Tensor, by: float = 1.0) -> Tensor:
+        """[..., n] -> [..., n], of means that are a little others."""
         rounded = rounding_named(self.dtype)
+        x = rounded(x)
         mean = rounded(rounded(x.square()).mean(-1, keepdim=True) * by)
         root = rounded(mean + eps).sqrt()
-        return scaled(rounded(x * rounded(1 / (rounded(root) if self.of_root else root))), *weights)
+        of_root = self.of_root if len(self.of_root) == root.numel() else self.of_root[:1] * root.numel()
+        root = torch.where(torch.tensor(of_root, device=x.device).reshape(root.shape), rounded(root), root)
+        return scaled(rounded(x * rounded(1 / root)), *map(rounded, weights))
 
 
 _FLOAT32_SUMS = 1e-6  # of the mean: what sums in float32 are off by
@@ -379,11 +384,23 @@ _FLOAT32_SUMS = 1e-6  # of the mean: what sums in float32 are off by
     "norm_in_half", "all of the norm is computed in half precision",
     "the cast to float32 before the squares: transformers' norms and llama.cpp's have it", RMS_NORM,
 )  # fmt: skip
-def _in_half(op: Op, _: Context) -> Variants:
+def _in_half(op: Op, context: Context) -> Variants:
     for dtype, of_root in product(("bf16", "f16"), (True, False)):
         steps = f"squares, their mean{', its root' * of_root} and the normed value"
         words = f"{steps} are rounded to {rounding_named(dtype).words}, one by one"
-        yield replace(op, rework=_InHalf(dtype, of_root)), words
+        rows = _of_roots(op, context, dtype) if of_root and context.seen else (of_root,)
+        yield replace(op, rework=_InHalf(dtype, rows)), words
+
+
+def _of_roots(op: Op, context: Context, dtype: str) -> tuple[bool, ...]:
+    """Of which rows the root was rounded before its inverse: PyTorch has 32 on a CPU at once, whose are not, and one by
+    one those that are left. All where the other way comes as near to none.
+    """
+    assert context.seen
+    x, eps, weights = context.seen.inputs[0], op.attrs["eps"], weights_of(op, context)
+    made = (_InHalf(dtype, (way,)).made(x, eps, *weights) for way in (True, False))
+    before, after = ((y - context.seen.output).square().sum(-1).flatten() for y in made)
+    return tuple((before <= after).tolist())
 
 
 @AREA.mistake(

@@ -1,4 +1,4 @@
-"""What several ops read recorded as what they make, number for number: a layer that was not run, or recorded before."""
+"""What a layer reads recorded as what it makes, number for number: it was not run, or its output recorded before."""
 
 import torch
 
@@ -15,9 +15,11 @@ _LOOK = (
 
 
 def told(replay: Replay, record: OpRecord, _: Scheme) -> Told | None:
-    """Which value that a record's segment begins with it holds; None where it holds none, or one op makes it."""
+    """Which value that a record's segment begins with it holds; None where it holds none, one op makes it, or it is no
+    sum: a factor or a function that is left out is a mistake of another sort.
+    """
     segment = replay.segment(record)
-    if len(segment) == 1 or record.rows is not None or record.size < FEW:
+    if len(segment) == 1 or record.rows is not None or record.size < FEW or replay.graph[record.op].kind != "add":
         return None
     recorded = replay.held(record.step, record.op, False)
     if recorded is None or not bool(recorded.isfinite().all()) or not bool(recorded.any()):
