@@ -993,9 +993,9 @@ def test_values_halfway_between_two_of_float16_may_go_away_from_0(models: Models
     assert 0 < int((away(values) != values.half().float()).sum()) < 12
     result = check_trace(trace, models(shape))
     assert result.verdict == "match"
-    assert said(result, "scores") | said(result, "weighted_values") >= {
-        "K cache in float16", "V cache in float16 with ties away from 0"
-    }  # fmt: skip
+    words = said(result, "scores") | said(result, "weighted_values")  # which of K and V has one the CPU's sums decide
+    assert words >= {"K cache in float16", "V cache in float16"}
+    assert any(of.endswith("cache in float16 with ties away from 0") for of in words if of)
 
 
 def test_a_mistake_is_found_behind_exponentials_by_polynomials(models: Models, tmp_path: Path) -> None:

@@ -3,18 +3,23 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TOKENS, Models, from_float
+import torch
+from conftest import TOKENS, Models, from_float, trace_graph
+from torch import Tensor
 
 from tracediff.errors import TraceError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
-from tracediff.names import wanted
+from tracediff.names import Capture, wanted
+from tracediff.numerics.kinds.linear import linear
 from tracediff.pipeline import check_trace
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
@@ -173,6 +178,25 @@ def test_a_planted_fault_is_named(models: Models, torch_trace: Callable[..., Pat
 
 
 # ---- Two sides with other rows
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_rows_that_were_recorded_are_what_others_read(capture: Capture, models: Models, tmp_path: Path) -> None:
+    """K and V of a step's recorded tokens were recomputed with those of all its tokens, as they should have been: what
+    read them in the next layer, and in the next step, was called mistaken.
+    """
+    model = Model(models("qwen3"))
+
+    def wrong(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        y = linear(x, weight, *bias)
+        return torch.cat((y[:9], 1.5 * y[9:])) if len(x) > 1 else y
+
+    graph = model.graph.changed(replace(model.graph["blk.0.attn_output"], function=wrong))
+    whole = trace_graph(graph, model.file, tmp_path / "whole.trace", TOKENS, (7,), (9,))
+    few = trim(whole, tmp_path / "few.trace", lambda r: tuple(range(6, len(TOKENS))) if r.step == 0 else None,
+               layers=capture == "layers")  # fmt: skip
+    at = "blk.0.attn_output" if capture == "all" else "blk.0.ffn_residual"
+    assert {(op.step, op.op) for op in check_trace(few, model).faulty} == {(0, at)}
 
 
 def test_common_rows_are_compared(models: Models, torch_trace: Callable[..., Path], tmp_path: Path,

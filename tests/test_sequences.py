@@ -5,6 +5,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import Cache, StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import TraceError
+from tracediff.model.graph import Op
 from tracediff.model.model import Model
 from tracediff.names import StepOf
+from tracediff.numerics.kinds.linear import linear
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.format import Step
 from tracediff.trace.reader import Trace
@@ -261,9 +264,9 @@ def test_factors_of_rope_follow_from_the_longest_sequence(
     assert check_trace(path, model).verdict == "match"
 
 
-def drafted(model: Model, path: Path, kept: int = 8, **header: Any) -> Path:
+def drafted(model: Model, path: Path, kept: int = 8, wrong: Op | None = None, **header: Any) -> Path:
     """A prompt of 6 tokens, 4 drafts from 6 on, and 2 tokens from 8 on behind `kept` of all."""
-    engine = TorchEngine(model.graph, model.weights(torch.float32))
+    engine = TorchEngine(model.graph.changed(*([wrong] if wrong else [])), model.weights(torch.float32))
     with TraceWriter(path, "drafts", **header) as writer:
         for step, (tokens, first) in enumerate([(A, 0), ((5, 9, 31, 37), 6), ((11, 8), 8), ((7,), 10)]):
             if step == 2:
@@ -299,6 +302,17 @@ def test_rejected_drafts_that_stay_in_the_cache_are_a_mistake(models: Models, tm
     assert finding.text.startswith(
         "attn_scores and attn_probs in all 3 layers, in steps 2, 3 of sequence 1: 2 keys more than positions so far"
     )
+
+
+def test_what_was_kept_is_what_the_engine_had(models: Models, tmp_path: Path) -> None:
+    """Of a mistaken prompt the later layers' K and V were recomputed behind the drafts, as they should have been: what
+    read them was called mistaken.
+    """
+    model = Model(models("qwen3", "F32"))
+    right = model.graph["blk.0.attn_output"]
+    wrong = replace(right, function=lambda x, *weights: linear(x, *weights) * (1.5 if len(x) == len(A) else 1.0))
+    result = check_trace(drafted(model, tmp_path / "a.trace", wrong=wrong, rollback=True), model)
+    assert [(int(op.step), op.op) for op in result.faulty] == [(0, "blk.0.attn_output")]
 
 
 @pytest.mark.slow

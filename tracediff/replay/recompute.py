@@ -404,7 +404,17 @@ class Recomputation:
     def _recompute(self, place: Place, scheme: Scheme) -> Value:
         makings, axes = self._making_again(place, scheme), self.graph[place[1]].axes
         made = [making.value(evaluate_together(making.calls), self._n_samples) for making in makings]
-        return applied(lambda *each: torch.cat(each, axes.index("T")), made) if len(made) > 1 else made[0]
+        whole = applied(lambda *each: torch.cat(each, axes.index("T")), made) if len(made) > 1 else made[0]
+        return self._as_known(place, whole)
+
+    def _as_known(self, place: Place, made: Value) -> Value:
+        """A value of all tokens with those rows as they were recorded that were."""
+        step, name, rows = place
+        known = self.recorded.known_rows(step, name) if rows is None and name in self._model else {}
+        if not known:
+            return made
+        at, had = torch.tensor([*known], device=self.weights.device), torch.stack([*known.values()])
+        return applied(lambda x: x.index_copy(0, at, had.to(x).reshape(len(at), *x.shape[1:])), [made])
 
     def _making_again(self, place: Place, scheme: Scheme) -> Iterator[Making]:
         step, name, rows = place
@@ -461,7 +471,7 @@ def _recomputed(by: Sequence[Recomputation], place: Place, scheme: Scheme) -> li
         return [one._recompute(place, scheme) for one in by]
     makings = [making for one in by for making in one._making_again(place, scheme)]
     made = zip(by, makings, _evaluated(makings), strict=True)
-    return [making.value(ys, one._n_samples) for one, making, ys in made]
+    return [one._as_known(place, making.value(ys, one._n_samples)) for one, making, ys in made]
 
 
 def _evaluated(makings: Sequence[Making]) -> Iterator[list[Tensor]]:

@@ -85,6 +85,35 @@ class Recorded:
             return torch.tensor(ids if rows is None else [ids[row] for row in rows], device=self._device)
         return self.values(self.trace.ops[step, name], rows)
 
+    def known_rows(self, step: int, name: str) -> dict[int, Tensor]:
+        """Of a value that is not held for all tokens of the step the rows that the engine is known to have had: those
+        that were recorded, and those of tokens that it kept when what followed them was rejected.
+        """
+        of: int | None = self.sequence(step)
+        is_kept = of in self._kept_of or (step, name) in self.trace.ops
+        if not is_kept or self._graph[name].axes[:1] != ("T",):
+            return {}
+        tokens = self.trace.steps[step].tokens
+        places = {p: row for row, p in enumerate(self._positions[step])}
+        found: dict[int, Tensor] = {}
+        while of is not None:
+            for number in self._steps[of] if of != self.sequence(step) else (step,):
+                record, positions = self.trace.ops.get((number, name)), self._positions[number]
+                if record is None or not record.has_data:
+                    continue
+                rows, fed = record.rows or range(len(positions)), self.trace.steps[number].tokens
+                kept = {places[positions[row]]: row for row in rows if positions[row] in places}
+                kept = {own: row for own, row in kept.items() if own not in found and fed[row] == tokens[own]}
+                if kept:
+                    found |= zip(kept, self.values(record, tuple(kept.values())), strict=True)
+            of = self._kept_of.get(of)
+        return found
+
+    @cached_property
+    def _kept_of(self) -> Mapping[int, int]:
+        """Of each sequence that begins where another's tokens were rejected, whose tokens it keeps."""
+        return {new: old for old, _, new in self.trace.rolled_back}
+
     def dtype(self, place: Place) -> str:
         """The type that the value stands in the trace as."""
         step, name, _ = place
