@@ -13,6 +13,7 @@ from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
 from tracediff.model.pairing import neighbours
+from tracediff.names import layer_of, local_name
 from tracediff.numerics.kinds import KINDS
 from tracediff.pipeline import check_trace
 from tracediff.result import Finding, Result
@@ -134,3 +135,29 @@ def test_a_state_is_not_undone_where_later_steps_read_it(tiny: Callable[[str], P
     path = trace_graph(graph, model.file, tmp_path / "t.trace", (58,), (114,), (133,))
     result = check_trace(some_of(path, path, lambda op: "ssm_state" not in op), model)
     assert [yet(finding) for finding in result.findings] == [""]
+
+
+def test_weights_of_experts_may_multiply_what_is_projected(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """The projection between is right by what was recorded, and the mistakes on both sides of it were two."""
+    model = Model(tiny("qwen3moe"))
+    graph, changed = model.graph, list[Op]()
+    for op in graph:
+        if op.name.endswith("ffn_moe_weighted"):
+            (swiglu,) = (one for one in graph.layer(layer_of(op.name) or 0) if one.name.endswith("ffn_moe_swiglu"))
+            of = KINDS[swiglu.kind].function
+            weighting = swiglu.also_reading((op.inputs[1], False))
+            changed += [
+                replace(
+                    weighting,
+                    function=lambda gate, up, weights, of=of: of(gate, up) * weights.reshape(*gate.shape[:2], 1),
+                ),
+                replace(op, function=lambda x, weights: x),
+            ]
+    path = trace_graph(graph.changed(*changed), model.file, tmp_path / "t.trace", TOKENS)
+    result = check_trace(path, model)
+    assert {local_name(op.op) for op in result.faulty} == {"ffn_moe_swiglu", "ffn_moe_weighted"}
+    expected = (
+        "ffn_moe_weighted.add and ffn_moe_out are right if ffn_moe_swiglu, ffn_down_exps and ffn_moe_weighted are "
+        "computed as should be"
+    )
+    assert all(yet(finding).startswith(expected) for finding in result.findings)

@@ -37,7 +37,7 @@ def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResul
     step = max({op.step for op in faulty}, key=lambda step: (len(replay.trace.steps[step].tokens), step))
     errors = {op.op: op.local.nmse for op in faulty if op.step == step and op.local}
     recorded = {record.op for record in replay.trace.step_ops(step) if record.has_data and record.op in replay.graph}
-    readers = {name: _readers(name, replay.graph, recorded) for name in recorded}
+    readers = {op.name: _readers(op.name, replay.graph, recorded) for op in replay.graph if op.name in recorded}
     with suppress(OutOfTime), torch.inference_mode():
         for together in _joined(errors, readers):
             if not any(readers[name] & {*together} for name in together):
@@ -69,16 +69,24 @@ def _readers(name: str, graph: Graph, recorded: set[str]) -> set[str]:
 
 
 def _joined(errors: dict[str, float], readers: dict[str, set[str]]) -> Iterator[tuple[str, ...]]:
-    """The mistaken ops in lots: those that read one another, or have a reader in common."""
+    """The mistaken ops in lots: those that read one another, be it through a right one, which is then between them, or
+    have a reader in common. (Experts' weights may multiply what is projected, or the projection.)
+    """
     left = list(errors)
+    between = {name for name in readers if name not in errors and not readers[name].isdisjoint(errors)}
+
+    def reaches(name: str) -> set[str]:
+        return {name, *readers[name]}.union(*(readers[one] for one in readers[name] & between))
+
     while left:
         lot = [left.pop(0)]
-        reached = {*lot, *readers[lot[0]]}
+        reached = reaches(lot[0])
         while more := [name for name in left if name in reached or not reached.isdisjoint(readers[name])]:
             lot += more
             left = [name for name in left if name not in more]
-            reached |= {name for one in more for name in (one, *readers[one])}
-        yield tuple(name for name in errors if name in lot)
+            reached = reached.union(*map(reaches, more))
+        inside = {name for name in between & reached if not readers[name].isdisjoint(lot)}
+        yield tuple(name for name in readers if name in {*lot, *inside})
 
 
 def _ways(together: tuple[str, ...], readers: dict[str, set[str]]) -> Iterator[tuple[str, ...]]:

@@ -27,9 +27,11 @@ from tracediff.names import layer_of, local_name, split
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.rope import rope
+from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.views import seen
 
 AREA = Area()
+_INTEGERS = ("int8/row", "q8_0")  # a cache's, each with a scale of its own
 _BETWEEN = 3  # ops from scores to their softmax: a scale, a cap's tanh
 
 
@@ -159,11 +161,18 @@ def _first_wrong(op: Op, seen: Seen) -> int:
 
 
 @AREA.mistake(
-    "cache_cut", "what is cached is cut off to half precision, where rounding belongs", LOOK_AT_ROUNDING, WITH_CACHE,
+    "cache_cut", "what is cached is cut off to half precision or integers, where rounding belongs", LOOK_AT_ROUNDING,
+    WITH_CACHE,
 )  # fmt: skip
-def _cut(op: Op, _: Context) -> Variants:
+def _cut(op: Op, context: Context) -> Variants:
     for cut, words in cut_off("what is cached"):
         yield computing(op, partial(_of_cached, KINDS[op.kind].function, cut)), words
+    width = context.graph.axes_read(op, 1)[-1]
+    for integers in map(rounding_named, _INTEGERS):
+        if isinstance(width, int) and integers.divides(width):
+            words = f"what is cached, in {integers.words}, is truncated towards 0, where rounding belongs"
+            truncated = rounding_named(f"truncated {integers.name}")
+            yield computing(op, partial(_of_cached, KINDS[op.kind].function, truncated)), words
 
 
 def _of_cached(function: Callable[..., Tensor], made: Callable[[Tensor], Tensor], left: Tensor, held: Tensor) -> Tensor:
