@@ -196,6 +196,26 @@ def test_a_norm_that_pytorch_computes_in_bfloat16(tiny: Tiny, tmp_path: Path) ->
     assert [op.cause.name if op.cause else op.shape for op in faulty] == ["norm_in_half"] * len(faulty)
 
 
+def test_two_layers_may_share_a_state(tmp_path: Path) -> None:
+    """Each begins with what the other left, of this step or of the one before: both were said to be layer 0's,
+    for words of several layers are taken for one mistake.
+    """
+    few = {"block_count": 4, "attention.head_count": 6, "attention.head_count_kv": [0, 2, 0, 0]}
+    model = Model(tiny_models.write("lfm2", tmp_path / "lfm2.gguf", others=few, without="bias|cls|dense_2"))
+    second, third = (model.graph[f"blk.{layer}.conv_state"] for layer in (2, 3))
+    shared = (
+        replace(second, inputs=third.inputs),
+        replace(third, inputs=second.inputs, kind="copy", function=lambda x: x),
+    )
+    path = trace_graph(model.graph.changed(*shared), model.file, tmp_path / "a.trace", TOKENS, (7,), (9,))
+    words = "blk.{}.conv_state is what blk.{}.conv_state_next left, where blk.{}.conv_state_next belongs."
+    findings = [finding.text for finding in check_trace(path, model).findings]
+    assert findings == [
+        f"conv_state in layer 3: {words.format(3, 2, 3)}",
+        f"layer 2 (seen in conv_input), in steps 1, 2: conv_state: {words.format(2, 3, 2)}",
+    ]
+
+
 CHUNKS = {
     "not decayed": "the state is not decayed from a chunk of 5 tokens to the next",
     "forgotten": "each chunk of 5 tokens begins with what the one before it added to the state, without what was there",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where, computing
 from tracediff.diagnose.rearranged import SomeHeads
 from tracediff.model.graph import Extent, Op
 from tracediff.model.weights import reading, values_of
@@ -52,12 +52,13 @@ def _of_another_layer(op: Op, context: Context) -> Variants:
     if own not in alike:
         return
     at = alike.index(own)
-    for place in dict.fromkeys((at - 1, at + 1, 0)):
+    for place, whose in {0: "first of such layers", at + 1: "next such layer", at - 1: "such layer before"}.items():
         if 0 <= place < len(alike) and place != at:
             others = of(alike[place])  # of a layer before this one the state of this step is there
             kind = "copy" if place < at and len(others) == 1 else op.kind
             words = f"{op.name} is what {' and '.join(others)} left, where {' and '.join(op.inputs)} belongs"
-            yield replace(op, inputs=others, kind=kind), words
+            name = f"it is what the {whose} left, where its own state belongs"
+            yield Variant(replace(op, inputs=others, kind=kind), words, name=name)
 
 
 @AREA.mistake(
