@@ -216,6 +216,17 @@ def test_two_layers_may_share_a_state(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_two_norms_may_have_each_others_weights(capture: Capture, tiny: Tiny, tmp_path: Path) -> None:
+    """Behind hidden states one was skipped, and what reads it normed with the weight of the other."""
+    model = Model(tiny("llama"))
+    norms = [model.graph[f"blk.1.{name}"] for name in ("attn_norm", "ffn_norm")]
+    wrong = [replace(op, weights=other.weights) for op, other in zip(norms, norms[::-1], strict=True)]
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", TOKENS, (7,), capture=capture)
+    (finding,) = check_trace(path, model).findings
+    assert finding.text.endswith("attn_norm and ffn_norm have each other's weights.")
+
+
 CHUNKS = {
     "not decayed": "the state is not decayed from a chunk of 5 tokens to the next",
     "forgotten": "each chunk of 5 tokens begins with what the one before it added to the state, without what was there",

@@ -25,6 +25,7 @@ from tracediff.diagnose.mistakes.weights import without_bias
 from tracediff.english import told_apart
 from tracediff.model.graph import Op
 from tracediff.model.weights import reading, values_of
+from tracediff.names import layer_of, local_name
 from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
@@ -239,6 +240,19 @@ def _skipped(op: Op, _: Context) -> Variants:
 def _no_weight(op: Op, _: Context) -> Variants:
     if op.weights:
         yield reading(op, lambda file, info: torch.ones(info.shape)), f"{op.weights[0].name} is not applied"
+
+
+@AREA.mistake(
+    "norm_weights_exchanged", "two norms of a layer have each other's weights",
+    "the names under which the loader finds the weights of norms", Where(NORM.kinds, in_layer=True),
+)  # fmt: skip
+def _exchanged(op: Op, context: Context) -> Variants:
+    norms = [one for one in context.graph.layer(layer_of(op.name) or 0) if one.kind == op.kind and one.weights]
+    for other in norms if op.weights else ():
+        if other.name != op.name and [w.shape for w in other.weights] == [w.shape for w in op.weights]:
+            pair = " and ".join(local_name(one.name) for one in norms if one.name in (op.name, other.name))
+            words = f"uses {other.weights[0].name} in place of its own"
+            yield Variant(replace(op, weights=other.weights), words, name=f"{pair} have each other's weights")
 
 
 @AREA.mistake(
