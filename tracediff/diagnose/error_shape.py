@@ -145,7 +145,8 @@ def _nearly_a_multiple(y: Tensor, x: Tensor) -> str:
     size = x.abs()
     large = (size >= size.median()) & (size > 0)
     ratios = (y[large] / x[large]).sort().values
-    least, most = (f"{float(ratios[int(share * (len(ratios) - 1))]):.4g}" for share in (0.1, 0.9))
+    ends = (float(ratios[int(share * (len(ratios) - 1))]) for share in (0.1, 0.9))
+    least, most = (told_apart(ratio, 1.0)[0] if f"{ratio:.4g}" == "1" else f"{ratio:.4g}" for ratio in ends)
     return f"most values are {least if least == most else f'{least} to {most}'} times what they should be"
 
 

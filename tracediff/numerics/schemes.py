@@ -33,7 +33,7 @@ _BEFORE = ("", *(f"{held} " for held in reversed(HALVES)))  # what values were h
 # Of float8 with scales in half precision bfloat16's alone: under float16's an H200's own, whose scales are float32,
 # left less than under its own, for what tensor cores cut off is not followed.
 _SCALED = (
-    "fp8/row", "fp8/128", "fp8/tensor", "int8/tensor", "uint8/tensor", "uint7/tensor",
+    "fp8/row", "fp8/128", "fp8/tensor", "int8/tensor", "uint8/tensor", "uint7/tensor", "uint8/32",
     *(f"{held}wide int8/row" for held in _BEFORE), "wide int8/tensor", "divided int8/row", "mxfp8/32",
     "bf16 held fp8/row then bf16", *(f"{held} held divided int8/row then {held}" for held in HALVES),
 )  # fmt: skip
