@@ -228,6 +228,29 @@ def test_a_state_that_is_not_cleared_for_another_sequence_is_told(
     assert finding.text.endswith("the sequence begins with what another left: its state is not cleared.")
 
 
+@pytest.mark.parametrize("arch", ["mamba2", "lfm2"])
+def test_a_state_that_sequences_share_is_told(arch: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Each goes on with what the other left, in the step before or in the one that they have in common."""
+    model, path = Model(tiny(arch)), tmp_path / "a.trace"
+    engine = TorchEngine(model.graph, model.weights(torch.float32))
+    with TraceWriter(path, "torch", arch) as writer:
+        fed = [0, 0]
+        for step, (sequence, tokens) in enumerate([(0, TOKENS), (1, TOKENS[::-1]), (0, (9,)), (1, (7,)), (0, (5,))]):
+            if step > 1:
+                engine.caches[sequence].handed = dict(engine.caches[1 - sequence].handed)
+            positions = tuple(range(fed[sequence], fed[sequence] + len(tokens)))
+            fed[sequence] += len(tokens)
+            engine.run(step, StepInput(tokens, positions, (sequence,) * len(tokens)), TensorWriter(writer))
+    result = check_trace(path, model.path)
+    assert {str(op.step) for op in result.faulty} == {"2 of sequence 0", "3 of sequence 1", "4 of sequence 0"}
+    states = {split(op.name)[1] for op in model.graph if op.kind == "state"}
+    assert {op.cause.text if op.cause else op.shape for op in result.faulty} == {
+        f"{state} is what sequence {other} left, where its own belongs" for state in states for other in (0, 1)
+    }
+    (finding,) = result.findings
+    assert "a sequence goes on with what another left: they share a state" in finding.text
+
+
 def test_a_token_that_is_fed_the_one_before_is_told(models: Models, tmp_path: Path) -> None:
     """Not "the number of channels is taken for 768", which gave the right row in one step of three."""
     model = Model(models("qwen3"))
