@@ -174,7 +174,9 @@ def test_example_is_read_back_whole(example: list[str], tmp_path: Path) -> None:
     run(*example, "out.trace", ENGINE, cwd=tmp_path)
     trace = Trace(tmp_path / "out.trace")
     assert trace.cut is None
-    assert trace.header == Header(1, ENGINE, "llama", None, "out.bin", "F32")
+    assert trace.header == Header(
+        1, ENGINE, "llama", None, "out.bin", "F32", context=64, rounding="bf16", rollback=True
+    )
     second = StepOf(2, 1)
     assert trace.steps == {
         0: Step(0, (3, 1, 4), (0, 1, 2)),

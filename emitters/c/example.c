@@ -3,6 +3,7 @@
  *     cc -std=c99 example.c -lm -o example && ./example out.trace && tracediff inspect out.trace
  */
 #include <math.h>
+#include <string.h>
 
 #define TRACEDIFF_IMPLEMENTATION
 #include "tracediff.h"
@@ -113,11 +114,17 @@ int main(int argc, char **argv)
 {
     const int32_t prompt[] = {3, 1, 4}, prompt_positions[] = {0, 1, 2}, next[] = {1}, next_position[] = {3};
     const int64_t norm_shape[] = {EMBD};
+    tracediff_more more;
     tracediff t;
 
     if (argc < 2) return fprintf(stderr, "usage: %s OUT.trace [ENGINE]\n", argv[0]), 2;
     make_weights();
-    tracediff_open_as(&t, argv[1], argc > 2 ? argv[2] : "example", "llama", NULL, "F32");
+    memset(&more, 0, sizeof more);
+    more.weights = "F32";
+    more.context = 64;
+    more.rounding = "bf16";
+    more.rollback = 1; /* no step goes back here */
+    tracediff_open_with(&t, argv[1], argc > 2 ? argv[2] : "example", "llama", NULL, &more);
     tracediff_weight(&t, "output_norm.weight", TRACEDIFF_F32, norm_shape, 1, norm_weight);
     forward(&t, 0, prompt, prompt_positions, 3);
     layouts(&t, 0);

@@ -65,6 +65,18 @@ int tracediff_open(tracediff *t, const char *path, const char *engine, const cha
 int tracediff_open_as(tracediff *t, const char *path, const char *engine, const char *arch, const char *model,
                       const char *weights);
 
+/* What else the first line may say; what is 0 or NULL is not said. */
+typedef struct {
+    const char *weights;  /* as in tracediff_open_as */
+    int rank, ranks;      /* as in tracediff_open_rank */
+    int64_t context;      /* for how many positions the engine was set up, where that is more than it is fed */
+    const char *rounding; /* the coarsest type that values are rounded to inside ops: "f16", "bf16", "q8_0" */
+    int rollback;         /* a step at an earlier position drops what was fed from there on: rejected drafts */
+} tracediff_more;
+
+int tracediff_open_with(tracediff *t, const char *path, const char *engine, const char *arch, const char *model,
+                        const tracediff_more *more);
+
 /* The same of one process of several, which write a trace each: rank 0 to `ranks` - 1. */
 int tracediff_open_rank(tracediff *t, const char *path, const char *engine, const char *arch, const char *model,
                         const char *weights, int rank, int ranks);
@@ -377,15 +389,18 @@ static const char *tracediff__base_name(const char *path)
 }
 
 static int tracediff__header(tracediff *t, const char *engine, const char *arch, const char *model, const char *data,
-                             const char *weights, int rank, int ranks)
+                             const tracediff_more *more)
 {
     fputs("{\"type\":\"trace\",\"version\":1", t->text);
     tracediff__field(t, "engine", engine);
     if (arch) tracediff__field(t, "arch", arch);
     if (model) tracediff__field(t, "model", model);
     tracediff__field(t, "data", data);
-    if (weights) tracediff__field(t, "weights", weights);
-    if (ranks) fprintf(t->text, ",\"rank\":%d,\"ranks\":%d", rank, ranks);
+    if (more->weights) tracediff__field(t, "weights", more->weights);
+    if (more->context) fprintf(t->text, ",\"context\":%lld", (long long)more->context);
+    if (more->rounding) tracediff__field(t, "rounding", more->rounding);
+    if (more->rollback) fputs(",\"rollback\":true", t->text);
+    if (more->ranks) fprintf(t->text, ",\"rank\":%d,\"ranks\":%d", more->rank, more->ranks);
     return tracediff__line(t);
 }
 
@@ -403,6 +418,17 @@ int tracediff_open_as(tracediff *t, const char *path, const char *engine, const 
 int tracediff_open_rank(tracediff *t, const char *path, const char *engine, const char *arch, const char *model,
                         const char *weights, int rank, int ranks)
 {
+    tracediff_more more;
+    memset(&more, 0, sizeof more);
+    more.weights = weights;
+    more.rank = rank;
+    more.ranks = ranks;
+    return tracediff_open_with(t, path, engine, arch, model, &more);
+}
+
+int tracediff_open_with(tracediff *t, const char *path, const char *engine, const char *arch, const char *model,
+                        const tracediff_more *more)
+{
     static const char suffix[] = ".trace";
     const uint16_t one = 1;
     size_t length = strlen(path), stem = length - (sizeof suffix - 1);
@@ -412,8 +438,9 @@ int tracediff_open_rank(tracediff *t, const char *path, const char *engine, cons
     t->record = TRACEDIFF_DATA;
     t->sequence = -1;
     t->step = -1;
-    t->ranks = ranks;
-    if (ranks && (rank < 0 || rank >= ranks)) return tracediff__fail(t, "no rank %d of %d", rank, ranks);
+    t->ranks = more->ranks;
+    if (more->ranks && (more->rank < 0 || more->rank >= more->ranks))
+        return tracediff__fail(t, "no rank %d of %d", more->rank, more->ranks);
     if (*(const unsigned char *)&one != 1)
         return tracediff__fail(t, "data is little-endian, and this machine is not");
     if (length < sizeof suffix - 1 || strcmp(path + stem, suffix) != 0)
@@ -424,7 +451,7 @@ int tracediff_open_rank(tracediff *t, const char *path, const char *engine, cons
     strcpy(data_path + stem, ".bin");
     result = tracediff__open_files(t, path, data_path);
     if (result == 0)
-        result = tracediff__header(t, engine, arch, model, tracediff__base_name(data_path), weights, rank, ranks);
+        result = tracediff__header(t, engine, arch, model, tracediff__base_name(data_path), more);
     free(data_path);
     return result;
 }

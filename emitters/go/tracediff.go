@@ -58,6 +58,10 @@ type header struct {
 	Model   string `json:"model,omitempty"`
 	Data    string `json:"data"`
 	Weights string `json:"weights,omitempty"`
+
+	Context  int    `json:"context,omitempty"`
+	Rounding string `json:"rounding,omitempty"`
+	Rollback bool   `json:"rollback,omitempty"`
 }
 
 type values struct {
@@ -99,6 +103,19 @@ func Create(path, engine, arch, model string) (*Trace, error) {
 
 // CreateAs is Create with the ggml type of the matmul weights, the coarsest of a mix: "Q4_K".
 func CreateAs(path, engine, arch, model, weights string) (*Trace, error) {
+	return CreateWith(path, engine, arch, model, More{Weights: weights})
+}
+
+// More is what else the first line may say; what is zero is not said.
+type More struct {
+	Weights  string // as in CreateAs
+	Context  int    // for how many positions the engine was set up, where that is more than it is fed
+	Rounding string // the coarsest type that values are rounded to inside ops: "f16", "bf16", "q8_0"
+	Rollback bool   // a step at an earlier position drops what was fed from there on: rejected drafts
+}
+
+// CreateWith is Create with more in the first line.
+func CreateWith(path, engine, arch, model string, more More) (*Trace, error) {
 	stem := strings.TrimSuffix(path, ".trace")
 	if stem == path {
 		return nil, fmt.Errorf("%s: name it NAME.trace; its data becomes NAME.bin", path)
@@ -112,7 +129,9 @@ func CreateAs(path, engine, arch, model, weights string) (*Trace, error) {
 		return nil, t.err
 	}
 	t.buffer = bufio.NewWriterSize(t.data, 1<<16)
-	if t.line(header{"trace", 1, engine, arch, model, filepath.Base(stem + ".bin"), weights}) != nil {
+	data := filepath.Base(stem + ".bin")
+	first := header{"trace", 1, engine, arch, model, data, more.Weights, more.Context, more.Rounding, more.Rollback}
+	if t.line(first) != nil {
 		return nil, t.Close()
 	}
 	return t, nil

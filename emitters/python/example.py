@@ -4,6 +4,7 @@ python example.py out.trace && tracediff inspect out.trace
 """
 
 import sys
+from typing import Any
 
 import numpy as np
 from tracediff_emitter import Trace
@@ -70,7 +71,14 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit(f"usage: {sys.argv[0]} OUT.trace [ENGINE]")
     try:
-        with Trace(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "example", "llama", weights="F32") as trace:
+        engine = sys.argv[2] if len(sys.argv) > 2 else "example"
+        more: dict[str, Any] = {
+            "weights": "F32",
+            "context": 64,
+            "rounding": "bf16",
+            "rollback": True,
+        }  # no step goes back
+        with Trace(sys.argv[1], engine, "llama", **more) as trace:
             trace.weight("output_norm.weight", NORM_WEIGHT)
             forward(trace, 0, [3, 1, 4], [0, 1, 2])
             layouts(trace, 0)

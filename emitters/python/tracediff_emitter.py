@@ -23,7 +23,10 @@ class Trace:
     """A trace being written; leaving the `with` block without an exception completes it.
 
     `record` says what records hold of values, and may change at any time. After an OSError every call raises.
-    `weights` is the ggml type of the matmul weights, the coarsest of a mix: "Q4_K".
+    `weights` is the ggml type of the matmul weights, the coarsest of a mix: "Q4_K". `context`: for how many positions
+    the engine was set up, where that is more than it is fed. `rounding`: the coarsest type that values are rounded to
+    inside ops: "f16", "bf16", "q8_0". With `rollback` a step at an earlier position drops what was fed from there on:
+    rejected drafts.
     """
 
     def __init__(
@@ -33,6 +36,9 @@ class Trace:
         arch: str | None = None,
         model: str | None = None,
         weights: str | None = None,
+        context: int | None = None,
+        rounding: str | None = None,
+        rollback: bool = False,
     ) -> None:
         path = Path(path)
         if path.suffix != ".trace":
@@ -44,8 +50,9 @@ class Trace:
         # Unbuffered: what was written before a crash can be read.
         self._text = path.open("wb", buffering=0)
         self._data = path.with_suffix(".bin").open("wb", buffering=0)
-        names = {"arch": arch, "model": model, "weights": weights}
-        known = {key: value for key, value in names.items() if value is not None}
+        names = {"arch": arch, "model": model, "weights": weights, "context": context, "rounding": rounding}
+        known: dict[str, Any] = {key: value for key, value in names.items() if value is not None}
+        known |= {"rollback": True} if rollback else {}
         self._line(type="trace", version=1, engine=engine, **known, data=path.with_suffix(".bin").name)
 
     def __enter__(self) -> "Trace":

@@ -4,7 +4,7 @@
 
 mod tracediff;
 
-use tracediff::{Record, Trace, Values};
+use tracediff::{More, Record, Trace, Values};
 
 const VOCAB: usize = 5;
 const EMBD: usize = 4;
@@ -97,7 +97,13 @@ fn batch(trace: &mut Trace, step: u32) -> std::io::Result<()> {
 
 fn run(path: &str, engine: &str) -> std::io::Result<()> {
     let model = Model::new();
-    let mut trace = Trace::create_as(path, engine, Some("llama"), None, Some("F32"))?;
+    let more = More {
+        weights: Some("F32"),
+        context: Some(64),
+        rounding: Some("bf16"),
+        rollback: true, // no step goes back here
+    };
+    let mut trace = Trace::create_with(path, engine, Some("llama"), None, &more)?;
     trace.weight(
         "output_norm.weight",
         &[EMBD],

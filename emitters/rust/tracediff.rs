@@ -31,6 +31,19 @@ pub enum Record {
     Both,
 }
 
+/// What else the first line may say.
+#[derive(Default)]
+pub struct More<'a> {
+    /// As in `create_as`.
+    pub weights: Option<&'a str>,
+    /// For how many positions the engine was set up, where that is more than it is fed.
+    pub context: Option<u64>,
+    /// The coarsest type that values are rounded to inside ops: "f16", "bf16", "q8_0".
+    pub rounding: Option<&'a str>,
+    /// Whether a step at an earlier position drops what was fed from there on: rejected drafts.
+    pub rollback: bool,
+}
+
 /// A trace being written. After an error every call fails, and the trace reads as cut off at that place.
 pub struct Trace {
     /// Data at first; set it at any time.
@@ -72,6 +85,21 @@ impl Trace {
         model: Option<&str>,
         weights: Option<&str>,
     ) -> Result<Trace> {
+        let more = More {
+            weights,
+            ..More::default()
+        };
+        Trace::create_with(path, engine, arch, model, &more)
+    }
+
+    /// The same, with more in the first line.
+    pub fn create_with(
+        path: impl AsRef<Path>,
+        engine: &str,
+        arch: Option<&str>,
+        model: Option<&str>,
+        more: &More,
+    ) -> Result<Trace> {
         let path = path.as_ref();
         if path.extension() != Some("trace".as_ref()) {
             return Err(misuse(format!(
@@ -104,11 +132,18 @@ impl Trace {
             ("arch", arch),
             ("model", model),
             ("data", Some(data_name)),
-            ("weights", weights),
+            ("weights", more.weights),
+            ("rounding", more.rounding),
         ] {
             if let Some(value) = value {
                 let _ = write!(line, r#","{key}":{}"#, quoted(value));
             }
+        }
+        if let Some(context) = more.context {
+            let _ = write!(line, r#","context":{context}"#);
+        }
+        if more.rollback {
+            line.push_str(r#","rollback":true"#);
         }
         trace.line(line)?;
         Ok(trace)

@@ -109,7 +109,9 @@ func batch(t *tracediff.Trace, step int) {
 }
 
 func run(path, engine string) error {
-	t, err := tracediff.CreateAs(path, engine, "llama", "", "F32")
+	// No step goes back here, so that Rollback drops nothing.
+	more := tracediff.More{Weights: "F32", Context: 64, Rounding: "bf16", Rollback: true}
+	t, err := tracediff.CreateWith(path, engine, "llama", "", more)
 	if err != nil {
 		return err
 	}
