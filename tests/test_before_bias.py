@@ -64,3 +64,11 @@ def test_it_can_be_asked_for() -> None:
     assert asked.of("linear").before_bias == "bf16"
     with pytest.raises(EngineError, match="sums before biases in bfloat16"):
         scheme_named("sums before bias in bfloat16")
+
+
+def test_a_cache_may_be_in_any_rounding() -> None:
+    """As activations and matrices may; what no list has was refused."""
+    both, keys = scheme_named("exact, KV cache in int8/row"), scheme_named("exact, K cache in int8/48")
+    assert (both.scores.stored, both.values.stored) == ("int8/row", "int8/row")
+    assert (keys.scores.stored, keys.values.stored) == ("int8/48", "f64")
+    assert scheme_named("exact, V cache in int8 rows with float32 scales").values.stored == "int8/row"

@@ -109,11 +109,8 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors, inputs
     multiples = [*_multiples(others, x, axes, little)]
     # The ratio explains none of it, nor one of each row, as an approximate inverse root leaves.
     if scaled >= 0.5 * off and off < _CLOSE and not multiples and _of_each_value(others, x):
-        rounded = (
-            f" up to {math.sqrt(off):.0e} of it, as if it, or what it is made of, was rounded or approximated"
-            if off
-            else ""
-        )
+        how = "as if it, or what it is made of, was rounded or approximated"
+        rounded = f" up to {math.sqrt(off):.0e} of it, {how}" if off else ""
         yield f"{'each of the others is ' * bool(leaked.any())}right{rounded}"
         return
     if _APPROACHED * off < scaled < little:

@@ -364,9 +364,9 @@ _GRAMMAR = (
     f"{', '.join((*_OF_MATMULS.values(), *_FIELDS.values()))} `in ROUNDING`, flash attention, exponentials to degree 4 "
     f"or looked up in float16, and {_FLOATS_APART}: beside matrices of floats activations are not rounded. A ROUNDING "
     "is float16, bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0, q8_K or older q8_K blocks; of activations, "
-    "weights and matrices also, with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full "
-    "int4/N, wide int8/N, divided int8/N, away int4/N, uint4/N, even uint4/N, mxfp4/N, affine4/N, nf4/N. At the end "
-    f"may stand `{ON_TENSOR_CORES.strip()}`."
+    "weights, matrices and caches also, with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, "
+    "int4/N, full int4/N, wide int8/N, divided int8/N, away int4/N, uint4/N, even uint4/N, mxfp4/N, affine4/N, nf4/N. "
+    f"At the end may stand `{ON_TENSOR_CORES.strip()}`."
 )
 
 
@@ -426,11 +426,18 @@ def scheme_named(name: str) -> Scheme:
 
 
 def _way_named(name: str) -> Way | None:
-    """A way by its name, of activations and matrices in any rounding."""
+    """A way by its name, of activations, matrices and caches in any rounding."""
     short = _shortly(name)
-    found = re.fullmatch(r"(activations|matrices) in (.+/\w+)", short)
+    found = re.fullmatch(r"(activations|matrices|(?:KV|K|V) cache) in (.+/\w+)", short)
     if not found:
         return _BY_NAME.get(name)
     part, rounding = found.groups()
-    change = {"activations": _multiplied, "matrices": _held}[part]
+    changes: dict[str, Callable[[str, Scheme], Scheme]] = {
+        "activations": _multiplied,
+        "matrices": _held,
+        "KV cache": _cached,
+        "K cache": partial(_cached, of_values=False),
+        "V cache": partial(_cached, of_keys=False),
+    }
+    change = changes[part]
     return _BY_NAME.get(phrase(part, rounding)) or _BY_NAME.get(short) or Way(part, short, partial(change, rounding))
