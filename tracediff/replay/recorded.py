@@ -96,7 +96,7 @@ class Recorded:
         tokens = self.trace.steps[step].tokens
         places = {p: row for row, p in enumerate(self._positions[step])}
         found: dict[int, Tensor] = {}
-        while of is not None:
+        while of is not None and len(found) < len(tokens):
             for number in self._steps[of] if of != self.sequence(step) else (step,):
                 record, positions = self.trace.ops.get((number, name)), self._positions[number]
                 if record is None or not record.has_data:
