@@ -315,6 +315,25 @@ def test_what_was_kept_is_what_the_engine_had(models: Models, tmp_path: Path) ->
     assert [(int(op.step), op.op) for op in result.faulty] == [(0, "blk.0.attn_output")]
 
 
+def test_what_was_kept_twice_is_what_the_engine_had(models: Models, tmp_path: Path) -> None:
+    """Behind a second rejection the tokens that followed the first are another sequence's than those before it."""
+    model, path = Model(models("qwen3", "F32")), tmp_path / "a.trace"
+    right = model.graph["blk.0.attn_output"]
+    wrong = replace(right, function=lambda x, *weights: linear(x, *weights) * (1.5 if len(x) == 3 else 1.0))
+    engine = TorchEngine(model.graph.changed(wrong), model.weights(torch.float32))
+    with TraceWriter(path, "drafts", rollback=True) as writer:
+        for step, (tokens, first) in enumerate([(A, 0), ((5, 9), 6), ((11, 8, 21), 7), ((7, 12), 9), ((13,), 11)]):
+            old = engine.caches.get(0)
+            if old and first < old.n_positions:
+                new = engine.caches[0] = Cache(model.graph, old.past, torch.float32)
+                new.n_positions = first
+                for name, past in old.past.items():
+                    new.past[name].append(past.first(first).clone())
+            engine.run(step, StepInput(tokens, tuple(range(first, first + len(tokens)))), TensorWriter(writer))
+    result = check_trace(path, model)
+    assert [(int(op.step), op.op) for op in result.faulty] == [(StepOf(2, 1), "blk.0.attn_output")]
+
+
 @pytest.mark.slow
 def test_a_step_that_goes_back_unsaid_has_wrong_positions(models: Models, tmp_path: Path) -> None:
     model = Model(models("qwen3", "F32"))

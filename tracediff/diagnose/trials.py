@@ -205,11 +205,12 @@ def _by_variant(
     with approximated(context.seen.exponential if context.seen else ""):  # numbers are fitted to what has these
         for op in ops:
             for variant in mistake.variants(op, context):
-                alike = found.setdefault(variant.same_as(op), [])
-                if any(one.op.name == op.name for one in alike):  # whose words differ by layers alone
-                    alike = found.setdefault(variant.text, [])
-                if not undoes(variant.op, op):
-                    alike.append(variant)
+                if undoes(variant.op, op):
+                    continue
+                key = variant.same_as(op)
+                if any(one.op.name == op.name for one in found.get(key, ())):  # whose words differ by layers alone
+                    key = variant.text
+                found.setdefault(key, []).append(variant)
     return found
 
 

@@ -111,8 +111,14 @@ class Recorded:
 
     @cached_property
     def _kept_of(self) -> Mapping[int, int]:
-        """Of each sequence that begins where another's tokens were rejected, whose tokens it keeps."""
-        return {new: old for old, _, new in self.trace.rolled_back}
+        """Of each sequence that begins where another's tokens were rejected, whose tokens it keeps: of those that the
+        trace has under one number the one before.
+        """
+        kept_of, latest = dict[int, int](), dict[int, int]()
+        for called, _, new in self.trace.rolled_back:
+            kept_of[new] = latest.get(called, called)
+            latest[called] = new
+        return kept_of
 
     def dtype(self, place: Place) -> str:
         """The type that the value stands in the trace as."""
