@@ -208,7 +208,8 @@ def test_what_projections_of_one_input_have_in_common_is_named_behind_hidden_sta
     model = models("llama")
     result = check_trace(torch_trace(model, capture="layers", faults=(fault,), n_decode=1), model)
     assert {op.op for op in result.faulty} == {"blk.1.ffn_residual"}
-    assert {op.cause and op.cause.text for op in result.faulty} == {f"attn_q, attn_k, attn_v: {words}"}
+    said = {op.cause.text if op.cause else op.shape for op in result.faulty}
+    assert all(f"attn_q, attn_k, attn_v: {words}" in text for text in said), said
 
 
 @pytest.mark.slow

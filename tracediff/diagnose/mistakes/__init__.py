@@ -48,4 +48,5 @@ ALIKE = {
     "norm_skipped": ("norm_bypassed",), "norm_bypassed": ("norm_skipped",),
     "heads_first": ("heads_viewed",), "heads_viewed": ("heads_first",),
     "wrong_layer": ("recorded_late",), "recorded_late": ("wrong_layer",),
+    "norm_weights_exchanged": ("norm_of_another_part",), "norm_of_another_part": ("norm_weights_exchanged",),
 }  # fmt: skip
