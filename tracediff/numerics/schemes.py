@@ -432,12 +432,5 @@ def _way_named(name: str) -> Way | None:
     if not found:
         return _BY_NAME.get(name)
     part, rounding = found.groups()
-    changes: dict[str, Callable[[str, Scheme], Scheme]] = {
-        "activations": _multiplied,
-        "matrices": _held,
-        "KV cache": _cached,
-        "K cache": partial(_cached, of_values=False),
-        "V cache": partial(_cached, of_keys=False),
-    }
-    change = changes[part]
+    change = {"activations": _multiplied, "matrices": _held}.get(part) or partial(cached_in, what=part)
     return _BY_NAME.get(phrase(part, rounding)) or _BY_NAME.get(short) or Way(part, short, partial(change, rounding))

@@ -294,12 +294,20 @@ class Recomputation:
 
     def _at_hand(self, place: Place, scheme: Scheme) -> Value | None:
         """A value that was read or recomputed before, be it of more tokens."""
+        _, name, rows = place
+        key = self._held_under(place, scheme)
+        if key is None or key[0] == place:
+            return None if key is None else self._values[key]
+        axes, at = ("T",) if name in SOURCES else self.graph[name].axes, torch.tensor(rows, device=self.weights.device)
+        return applied(lambda x: x.index_select(axes.index("T"), at), [self._values[key]])
+
+    def _held_under(self, place: Place, scheme: Scheme) -> _Key | None:
+        """The key of the value among those at hand, or of the same of all tokens; None where neither is."""
         (step, name, rows), key = place, self._key(place, scheme)
+        if key in self._values or rows is None:
+            return key if key in self._values else None
         whole = self._key((step, name, None), scheme)
-        if key in self._values or rows is None or whole not in self._values or whole[1] != key[1]:
-            return self._values.get(key)
-        axis, at = ("T",) if name in SOURCES else self.graph[name].axes, torch.tensor(rows, device=self.weights.device)
-        return applied(lambda x: x.index_select(axis.index("T"), at), [self._values[whole]])
+        return whole if whole[1] == key[1] and whole in self._values else None
 
     def _catch_up(self, place: Place, scheme: Scheme) -> None:
         """Recompute what the value, where it is not there, reads of the steps before it: one by one, as the engine ran
@@ -399,7 +407,7 @@ class Recomputation:
 
     def _is_there(self, place: Place, scheme: Scheme) -> bool:
         """Whether the value was recorded, or recomputed already."""
-        return self._key(place, scheme)[1] is None or self._at_hand(place, scheme) is not None
+        return self.holds(place) or self._held_under(place, scheme) is not None
 
     def _recompute(self, place: Place, scheme: Scheme) -> Value:
         makings, axes = self._making_again(place, scheme), self.graph[place[1]].axes
@@ -482,7 +490,7 @@ def _evaluated(makings: Sequence[Making]) -> Iterator[list[Tensor]]:
 
 def made_together(op: Op, asked: Sequence[tuple[Recomputation, OpRecord, Scheme, str]]) -> list[Recomputed]:
     """The op's output for several records, as `Recomputation.op` makes it of each: its weight is read once."""
-    makings = ((of._makings(r.step, op, scheme, storage, r.rows)) for of, r, scheme, storage in asked)
+    makings = (of._makings(r.step, op, scheme, storage, r.rows) for of, r, scheme, storage in asked)
     if op.weights:
         whole = [making for each in makings for making in each]
         made = [making.made(ys) for making, ys in zip(whole, _evaluated(whole), strict=True)]

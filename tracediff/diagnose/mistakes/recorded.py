@@ -17,9 +17,8 @@ _WHERE = Where(("add",), in_layer=True)
     "which of the hidden states is whose: transformers' `hidden_states` begin with the embedding", _WHERE,
 )  # fmt: skip
 def _late(op: Op, context: Context) -> Variants:
-    graph = context.graph
-    before = _output(graph, (layer_of(op.name) or 0) - 1)
-    if before is None or op != _output(graph, layer_of(op.name)):
+    graph, before = context.graph, _before(op, context.graph)
+    if before is None:
         return
     stream = _stream(graph, before)
     if stream and (made := _again(graph, before, {stream: before.name})):
@@ -34,10 +33,11 @@ def _late(op: Op, context: Context) -> Variants:
     "where a layer's output is recorded: after the second sum, not after attention's", _WHERE,
 )  # fmt: skip
 def _early(op: Op, context: Context) -> Variants:
-    graph, layer = context.graph, layer_of(op.name)
-    before, own = _output(graph, (layer or 0) - 1), _sum_before(graph, _output(graph, layer))
-    there = _sum_before(graph, before)
-    if before is None or own is None or there is None or op != _output(graph, layer):
+    graph, before = context.graph, _before(op, context.graph)
+    if before is None:
+        return
+    there, own = (_sum_before(graph, of) for of in (before, op))
+    if there is None or own is None:
         return
     fed = _again(graph, before, {there.name: before.name})
     made = _again(graph, own, {before.name: before.name + _AGAIN})
@@ -47,10 +47,14 @@ def _early(op: Op, context: Context) -> Variants:
         yield Variant(replace(last, name=op.name), words, before=(*fed, *others))
 
 
-def _output(graph: Graph, layer: int | None) -> Op | None:
+def _before(op: Op, graph: Graph) -> Op | None:
+    """The output of the layer before, of the output of a layer; None of any other op."""
+    layer = layer_of(op.name)
+    return _output(graph, layer - 1) if layer and op == _output(graph, layer) else None
+
+
+def _output(graph: Graph, layer: int) -> Op | None:
     """The sum that is all that later layers, or what is after them, read of a layer."""
-    if layer is None or layer < 0:
-        return None
     own = graph.layer(layer)
     read = [op for op in own if any(layer_of(reader.name) != layer for reader, _ in graph.readers(op.name))]
     return read[0] if len(read) == 1 and read[0].kind == "add" and len(read[0].inputs) == 2 else None
@@ -65,10 +69,8 @@ def _stream(graph: Graph, output: Op) -> str | None:
     return next(iter(outside)) if len(outside) == 1 else None
 
 
-def _sum_before(graph: Graph, output: Op | None) -> Op | None:
+def _sum_before(graph: Graph, output: Op) -> Op | None:
     """The sum that the feed-forward of this layer reads, and is added to."""
-    if output is None:
-        return None
     read = (graph[name] for name in output.inputs if name in graph)
     own = (op for op in read if op.kind == "add" and layer_of(op.name) == layer_of(output.name))
     return next((op for op in own if len(graph.readers(op.name)) > 1), None)
