@@ -86,7 +86,8 @@ class Blocks(Rounding):
         quotients, scale, _ = self.grid(x)
         past, unit = quotients - self.whole(quotients), self.unit(quotients)  # from -0.5 to 0.5 units
         other = torch.where(past >= 0, unit, -unit).to(x.dtype) * scale.to(self.scales).to(x.dtype)
-        return torch.where(past.abs() > (0.5 - NEAR) * unit, other, 0.0).flatten(-2)
+        near = NEAR * 2.0 ** max(0, self.bits - 8)
+        return torch.where(past.abs() > (0.5 - near) * unit, other, 0.0).flatten(-2)
 
     def of(self, x: Tensor) -> Tensor:
         """X in blocks, float32 [..., blocks, n]."""

@@ -196,17 +196,18 @@ class Whole(Rounding):
 
 @dataclass(frozen=True, slots=True)
 class Calibrated(Rounding):
-    """Quotients by one `scale`, a float32, in another rounding whose largest value is `most`, beyond which they are
-    that: a cache whose scale was measured beforehand (vLLM's k_scale and v_scale).
+    """Quotients by one `scale`, a float32, in another rounding whose values are from `least` to `most`, beyond which
+    they are these: what a scale was measured for beforehand (vLLM's k_scale and v_scale).
     """
 
     of: Rounding = Rounding("f64", "float64")
     scale: float = 1.0
+    least: float = -math.inf
     most: float = math.inf
 
     def __call__(self, x: Tensor) -> Tensor:
         """To it and back."""
-        quotients = (x.float() / self.scale).clamp(-self.most, self.most)
+        quotients = (x.float() / self.scale).clamp(self.least, self.most)
         return (self.of(quotients) * self.scale).to(x.dtype)
 
     def step(self, x: Tensor) -> Tensor:

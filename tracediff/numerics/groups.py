@@ -42,6 +42,43 @@ class Away(Signed):
 
 
 @dataclass(frozen=True, slots=True)
+class Scaled(Signed):
+    """Symmetric, by a scale of another rule: the largest value becomes `last`, which may be beyond the integers and is
+    cut then (127 / 0.9 where a tenth is clipped, as in https://arxiv.org/abs/2310.19102). The scale is `kept` in a
+    shorter float, or as the next power of two; quotients are `by_kept` or by what it was before.
+    """
+
+    is_narrow: ClassVar[bool] = False
+
+    last: float = 127.0
+    kept: str = "f32"
+    by_kept: bool = False
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One less above 0 than below, or as many."""
+        blocks, end = self.of(x), 2.0 ** (self.bits - 1) - 1
+        scale = divided(self.largest(blocks), self.last)
+        kept = _kept_as(self.kept, scale)
+        quotients = quotients_of(blocks, kept if self.by_kept else scale)
+        return quotients.clamp_(-end if self.is_narrow else -end - 1, end), kept, torch.zeros_like(scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow(Scaled):
+    """The same of as many integers on both sides of 0, -127 to 127 of 8 bits."""
+
+    is_narrow: ClassVar[bool] = True
+
+
+def _kept_as(kept: str, scale: Tensor) -> Tensor:
+    """Scales in a type that is shorter, or as powers of two, none less than it was."""
+    if kept == "2^n":
+        parts = torch.frexp(scale)
+        return torch.ldexp(torch.where(scale > 0, 1.0, 0.0), parts.exponent - (parts.mantissa == 0.5).int())
+    return scale.to({"f16": torch.float16, "bf16": torch.bfloat16}.get(kept, torch.float32)).float()
+
+
+@dataclass(frozen=True, slots=True)
 class Wide(Signed):
     """Symmetric: scale amax / 127.5, of 8 bits, halfway between what the two ends need (torchao's MappingType).
 

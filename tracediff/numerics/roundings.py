@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from tracediff.numerics.groups import (
     HeldDivided,
     HeldFP8,
     HeldWide,
+    Narrow,
+    Scaled,
     Shifted,
     Signed,
     Truncated,
@@ -84,10 +87,11 @@ _KNOWN = {
         GF4("gf4", "gf4", 8),
     )
 }
-_BITS, _SCALES = range(2, 9), "{groups} with float32 scales"
+_BITS, _SCALES = range(2, 17), "{groups} with float32 scales"
 _GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
     "int": (Signed, _BITS, f"int{{bits}} {_SCALES}"),
     "truncated int": (Truncated, _BITS, f"truncated int{{bits}} {_SCALES}"),
+    "narrow int": (Narrow, [8], f"narrow int{{bits}} {_SCALES}"),
     "full int": (Full, _BITS, f"full int{{bits}} {_SCALES}"),
     "held int": (Held, _BITS, "int{bits} {groups} with {held} scales"),
     "away int": (Away, _BITS, f"int{{bits}} {_SCALES} and ties away from 0"),
@@ -108,11 +112,13 @@ _GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
 }
 
 
-# What quotients by a scale that was measured beforehand are rounded to, each with its largest value.
-CALIBRATED: Mapping[str, tuple[Rounding, float]] = MappingProxyType({
-    "e4m3": (_KNOWN["e4m3"], 448.0), "e5m2": (_KNOWN["e5m2"], 57344.0), "int8": (Whole("int8", "int8"), 127.0),
+# What quotients by a scale that was measured beforehand are rounded to, each with its least and its largest value.
+CALIBRATED: Mapping[str, tuple[Rounding, float, float]] = MappingProxyType({
+    "e4m3": (_KNOWN["e4m3"], -448.0, 448.0), "e5m2": (_KNOWN["e5m2"], -57344.0, 57344.0),
+    "int8": (Whole("int8", "int8"), -128.0, 127.0), "narrow int8": (Whole("int8", "narrow int8"), -127.0, 127.0),
 })  # fmt: skip
-_BY = " by "
+BY = " by "  # the scale
+RULE = r" to (?P<last>\d+(?:\.\d+)?)(?: (?P<how>in|by) (?P<kept>f16|bf16|2\^n))?"  # of scales
 _SIZES = {"row": 0, "token": 0, "tensor": WHOLE}
 _ALL_HEADS = 1 << 16  # rows that share a scale at most: those of a token's heads, in a cache of one for them all
 _THEN = " then "
@@ -195,7 +201,12 @@ def in_rows_of(width: int, name: str) -> str:
 
 def calibrated(name: str, scale: float) -> str:
     """The name of one of `CALIBRATED` by a scale, which is a float32."""
-    return f"{name}{_BY}{float(np.float32(scale))!r}"
+    return f"{name}{BY}{float(np.float32(scale))!r}"
+
+
+def is_calibrated(name: str) -> bool:
+    """Whether it is one of those."""
+    return name.partition(BY)[0] in CALIBRATED and BY in name
 
 
 @cache
@@ -213,11 +224,16 @@ def rounding_named(name: str) -> Rounding:
     if _THEN in name:
         held, read = rounding_named(as_held(name)), rounding_named(as_read(name))
         return Read(name, f"{held.words} read as {read.words}", held.block, held, read)
-    if by := re.fullmatch(rf"({'|'.join(CALIBRATED)}){_BY}(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", name):
-        of, most = CALIBRATED[by[1]]
-        return Calibrated(name, f"{of.words} by a scale of its own", of=of, scale=float(by[2]), most=most)
-    found = re.fullmatch(r"(?:(f16|bf16) )?([a-z ]+)(\d)/(row|token|tensor|(?:([1-9]\d{0,5})x)?([1-9]\d{0,5}))", name)
+    if by := re.fullmatch(rf"({'|'.join(CALIBRATED)}){BY}(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", name):
+        of, least, most = CALIBRATED[by[1]]
+        return Calibrated(name, f"{of.words} by a scale of its own", of=of, scale=float(by[2]), least=least, most=most)
+    of_rule, rule, kept = _rule_of(name)
+    found = re.fullmatch(
+        r"(?:(f16|bf16) )?([a-z ]+)(\d\d?)/(row|token|tensor|(?:([1-9]\d{0,5})x)?([1-9]\d{0,5}))", of_rule
+    )
     blocks, bits, words = _GROUPS.get(found[2], (Blocks, (), "")) if found else (Blocks, (), "")
+    if rule and blocks not in _RULED:
+        bits = ()
     if not found or int(found[3]) not in bits:
         raise EngineError(
             f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values, RxN of R "
@@ -231,4 +247,28 @@ def rounding_named(name: str) -> Rounding:
     sized = f"blocks of {n_rows} x {size}" if found[5] else f"groups of {size}"
     sizes = {0: "whole tokens" if n_rows > 1 else "rows", WHOLE: "whole tensors"}
     said = words.format(bits=found[3], groups=sizes.get(size, sized), held=held.words)
-    return blocks(name, said, size, before=held.dtype, bits=int(found[3]), n_rows=n_rows)
+    common: dict[str, Any] = {"before": held.dtype, "bits": int(found[3]), "n_rows": n_rows}
+    if not rule:
+        return blocks(name, said, size, **common)
+    said = f"{found[2]}{found[3]} {sizes.get(size, sized)} with {kept}"
+    return _RULED[blocks](name, said, size, **common, **rule)
+
+
+_RULED: Mapping[type[Blocks], type[Scaled]] = MappingProxyType({Signed: Scaled, Narrow: Narrow})
+
+
+_KEPT = {"f16": "float16 scales", "bf16": "bfloat16 scales", "2^n": "scales that are powers of two"}
+
+
+def _rule_of(name: str) -> tuple[str, dict[str, Any], str]:
+    """The name without the rule of its scales, that rule, and what it is in words."""
+    if not (found := re.fullmatch(rf"(.+\d/\w+){RULE}", name)):
+        return name, {}, ""
+    last, kept, by_kept = float(found["last"]), found["kept"] or "f32", found["how"] == "by"
+    words = f"{_KEPT.get(kept, 'float32 scales')} (largest / {last:.7g}{'; quotients by them' * by_kept})"
+    return found[1], {"last": last, "kept": kept, "by_kept": by_kept}, words
+
+
+def by_rule(name: str, last: float, kept: str = "", by_kept: bool = False) -> str:
+    """The name of integers whose scale has a rule of its own (`Scaled`)."""
+    return f"{name} to {last:.7g}" + f" {'by' if by_kept else 'in'} {kept}" * bool(kept)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from tracediff.errors import EngineError
@@ -19,7 +19,7 @@ from tracediff.numerics.arithmetic import (
     phrase,
 )
 from tracediff.numerics.floats import HALVES
-from tracediff.numerics.roundings import as_held, as_read, held_before, read_as, rounding_named
+from tracediff.numerics.roundings import BY, RULE, as_held, as_read, held_before, read_as, rounding_named
 
 _FLOATS_APART = "floats as they are"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
@@ -205,7 +205,7 @@ class Way:
     def of(self, scheme: Scheme) -> Scheme:
         """The scheme with this part done so."""
         pieces = scheme.name.split(", ")
-        others = [piece for piece in pieces if piece not in _BY_NAME or _BY_NAME[piece].part != self.part]
+        others = [piece for piece in pieces if (way := _way_named(piece)) is None or way.part != self.part]
         return replace(self.change(scheme), name=", ".join((*others, self.name)))
 
     def is_of(self, scheme: Scheme) -> bool:
@@ -425,12 +425,20 @@ def scheme_named(name: str) -> Scheme:
     return scheme
 
 
+def in_activations(rounding: str) -> Way:
+    """The way in which activations are rounded so, be it on no list."""
+    way = _way_named(_named("activations", rounding)) or _way_named(f"activations in {rounding}")
+    assert way is not None
+    return way
+
+
+@cache
 def _way_named(name: str) -> Way | None:
     """A way by its name, of activations, matrices and caches in any rounding."""
     short = _shortly(name)
-    found = re.fullmatch(r"(activations|matrices|(?:KV|K|V) cache) in (.+/\w+)", short)
+    found = re.fullmatch(rf"(activations|matrices|(?:KV|K|V) cache) in (.+/\w+(?:{RULE})?|\w+{BY}\S+)", short)
     if not found:
         return _BY_NAME.get(name)
-    part, rounding = found.groups()
+    part, rounding = found[1], found[2]
     change = {"activations": _multiplied, "matrices": _held}.get(part) or partial(cached_in, what=part)
     return _BY_NAME.get(phrase(part, rounding)) or _BY_NAME.get(short) or Way(part, short, partial(change, rounding))

@@ -22,7 +22,7 @@ from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit, tr
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import in_rows_of, rounding_named
-from tracediff.numerics.schemes import IN_SINGLE, WAYS, Way
+from tracediff.numerics.schemes import IN_SINGLE, WAYS, Way, in_activations
 from tracediff.replay.recorded import Recorded
 from tracediff.trace.format import OpRecord
 
@@ -226,7 +226,8 @@ class Planner:
 
     def _ways_told(self, scheme: Scheme, covered: Sequence[Op]) -> Mapping[str, Sequence[Way]]:
         of, found = self._rounds_rows(scheme, covered), defaultdict[str, list[Way]](list)
-        for way in sorted(WAYS, key=lambda way: not way.is_of(scheme)):
+        solved = in_activations(scheme.linear.operands)
+        for way in sorted(dict.fromkeys((*WAYS, solved)), key=lambda way: not way.is_of(scheme)):
             if self._rounds_rows(way.of(scheme), covered) == of:
                 found[way.part].append(way)
         n_ways = Counter(way.part for way in WAYS)

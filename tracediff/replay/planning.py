@@ -14,10 +14,12 @@ from tracediff.names import layer_of, layers_of, local_name
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.schemes import EXACTLY, FINE_WAYS, PLAIN, Way, in_tf32, unrounded
+from tracediff.numerics.roundings import is_calibrated
+from tracediff.numerics.schemes import EXACTLY, FINE_WAYS, PLAIN, WAYS, Way, in_activations, in_tf32, unrounded
 from tracediff.replay.calibrating import Calibrating
 from tracediff.replay.composing import Composing
 from tracediff.replay.fitting import Fitting
+from tracediff.replay.operands import roundings
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
 from tracediff.replay.recompute import Recomputation
 from tracediff.replay.score import COMPOSED, FINE, IN_ROWS, NOTHING, UNLIKE, score
@@ -54,6 +56,7 @@ class Elsewhere(NamedTuple):
 
     sole: Sequence[Scheme]  # of those that have one arithmetic, which fits all
     longer: Sequence[Choice]  # of segments: in longer steps, the longest first, which tell most
+    by_op: Mapping[str, Sequence[Scheme]]  # of ops that have a scale each, in the longest steps
 
 
 class Planning:
@@ -77,6 +80,7 @@ class Planning:
             for sort, choice in choices.items()
         }
         self._compose(choices, by_sort, is_mistaken)
+        self._solve_alike(choices, by_sort)
         self._calibrate(choices, by_sort)
         choices = {sort: self._of_fine_ways(choice, by_sort[sort]) for sort, choice in choices.items()}
         choices = {
@@ -142,12 +146,10 @@ class Planning:
 
     def _calibrate(self, choices: dict[Sort, Choice], by_sort: Mapping[Sort, list[OpRecord]]) -> None:
         """Caches by scales of their own, where nothing else fits."""
-        found: dict[tuple[object, ...], Mapping[str, Sequence[Scheme]]] = {}
         for sort in sorted(choices, key=lambda sort: -sort.n_tokens):  # the longest steps tell most
             if not choices[sort].settled:
-                alike = sort.name, sort.held
-                choices[sort] = self._calibrating.calibrated(choices[sort], by_sort[sort], found.get(alike, {}))
-                found.setdefault(alike, choices[sort].by_op)
+                in_longer = _elsewhere(sort, choices).by_op
+                choices[sort] = self._calibrating.calibrated(choices[sort], by_sort[sort], in_longer)
                 self._recomputation.forget()
 
     def _settled(self, records: list[OpRecord], usual: Sequence[Scheme] = (), unlike: Sequence[Scheme] = ()) -> Choice:
@@ -216,7 +218,9 @@ class Planning:
                 return False
             return score(found.nmse, UNLIKE) <= score(choice.nmse) and not self._is_told_by_rows(found, nearest, asked)
 
-        found = Composing(self._fitting, self._planner, asked).composed(starts, elsewhere.sole, elsewhere.longer)
+        found = self._solved(asked, starts, records, elsewhere)
+        if not found.settled:
+            found = Composing(self._fitting, self._planner, asked).composed(starts, elsewhere.sole, elsewhere.longer)
         if is_refused(found):
             likely = Composing(self._fitting, self._planner, asked, is_like)
             begun = [*filter(is_like, starts)] or starts
@@ -227,6 +231,46 @@ class Planning:
         whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
         again = 0 < len(found.unfit) < len(asked) and not through_segments
         return self._composed(whole, records, known, elsewhere) if again else whole
+
+    def _solved(
+        self, asked: Sequence[OpRecord], starts: Sequence[Scheme], records: list[OpRecord], elsewhere: Elsewhere
+    ) -> Choice:
+        """Activations rounded as what came out of the first matmul that tells it says, where no start fits; of segments
+        as such a matmul told.
+        """
+        nothing = Choice((starts[0],), False, math.nan)
+        if self._planner.is_segment(asked[0]):
+            told = [start for start in starts[1:] if in_activations(start.linear.operands) not in WAYS]
+            return self._fitting.settle((*told, starts[0]), asked) if told else nothing
+        if elsewhere.by_op:
+            return self._calibrating.calibrated(nothing, records, elsewhere.by_op)
+        for record in asked:
+            if any(self._fitting.fits(record, start) for start in starts):
+                continue
+            for start in starts:
+                ways = map(in_activations, roundings(self._recomputation, record, start))
+                # One record may not tell two of them apart.
+                if told := self._planner.suiting([way.of(start) for way in ways], *asked):
+                    best = max(told, key=lambda scheme: sum(self._fitting.fits(one, scheme) for one in asked))
+                    has_its_own = any(is_calibrated(scheme.linear.operands) for scheme in told)
+                    if has_its_own and not all(self._fitting.fits(one, best) for one in asked):
+                        return self._calibrating.calibrated(replace(nothing, schemes=(start,)), records, {})
+                    return self._fitting.settle((best, *starts), asked, usual=(best,))
+        return nothing
+
+    def _solve_alike(self, choices: dict[Sort, Choice], by_sort: Mapping[Sort, list[OpRecord]]) -> None:
+        """What was solved for activations of some sort holds for others where it is as good: whether -128 is among the
+        integers is told by few.
+        """
+        operands = (choice.schemes[0].linear.operands for choice in choices.values() if choice.settled)
+        solved = [way for name in dict.fromkeys(operands) if (way := in_activations(name)) not in WAYS]
+        for sort, choice in choices.items():
+            (scheme, *others), samples = choice.schemes, self._samples(by_sort[sort])
+            if others or not any(way.is_of(scheme) for way in solved):
+                continue
+            alike = (way.of(scheme) for way in solved if not way.is_of(scheme))
+            alike = (one for one in alike if all(self._fitting.is_as_good(one, scheme, of) for of in samples))
+            choices[sort] = replace(choice, schemes=(next(alike, scheme),))
 
     def _of_fine_ways(self, choice: Choice, records: list[OpRecord]) -> Choice:
         """In one of the ways that make so little of a difference, if it leaves far less: without it no rival is asked
@@ -479,6 +523,17 @@ def _elsewhere(sort: Sort, choices: Mapping[Sort, Choice]) -> Elsewhere:
     return Elsewhere(
         [scheme.in_steps_of(sort.tokens) for scheme in sole],
         [] if all(sort.held) else [others[other] for other in longer],
+        next((others[other].by_op for other in longer if _are_calibrated(others[other])), {}),
+    )
+
+
+def _are_calibrated(choice: Choice) -> bool:
+    """Whether its ops have scales that were measured beforehand."""
+    return any(
+        is_calibrated(name)
+        for schemes in choice.by_op.values()
+        for scheme in schemes
+        for name in (scheme.linear.operands, scheme.scores.stored, scheme.values.stored)
     )
 
 
