@@ -48,26 +48,34 @@ class Scaled(Signed):
     shorter float, or as the next power of two; quotients are `by_kept` or by what it was before.
     """
 
-    is_narrow: ClassVar[bool] = False
+    below: ClassVar[int] = 1  # integers beyond the 127 of 8 bits
+    above: ClassVar[int] = 0
 
     last: float = 127.0
     kept: str = "f32"
     by_kept: bool = False
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One less above 0 than below, or as many."""
+        """Of 127 on both sides of 0, and one more."""
         blocks, end = self.of(x), 2.0 ** (self.bits - 1) - 1
         scale = divided(self.largest(blocks), self.last)
         kept = _kept_as(self.kept, scale)
         quotients = quotients_of(blocks, kept if self.by_kept else scale)
-        return quotients.clamp_(-end if self.is_narrow else -end - 1, end), kept, torch.zeros_like(scale)
+        return quotients.clamp_(-end - self.below, end + self.above), kept, torch.zeros_like(scale)
 
 
 @dataclass(frozen=True, slots=True)
 class Narrow(Scaled):
     """The same of as many integers on both sides of 0, -127 to 127 of 8 bits."""
 
-    is_narrow: ClassVar[bool] = True
+    below: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flipped(Narrow):
+    """The same of integers whose scale is negative, so that there is one more above 0 (lm.rs, `quantize_q4`)."""
+
+    above: ClassVar[int] = 1
 
 
 def _kept_as(kept: str, scale: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tracediff.numerics.roundings import by_rule, calibrated, rounding_named
+from tracediff.numerics.roundings import by_rule, calibrated, is_calibrated, rounding_named
 
 # What integers of groups are called, more usual ones first; truncated ones are a mistake.
 _KINDS = (
     "int8", "away int8", "uint8", "even uint8", "wide int8", "divided int8", "full int8", "fp8", "mxfp8", "int4",
     "uint4", "even uint4", "wide int4", "full int4", "mxfp4", "int6", "int16",
 )  # fmt: skip
+_ENDS = ("", "narrow ", "flipped ")  # -128 to 127, -127 to 127, -127 to 128
 _LEAST = 8  # values that share a scale
 _SPREAD = 6.0  # standard deviations that a value may be seen from where it is
 _NEAR = 0.01  # of a step: as near to where it is, for scales differ by their last digits
@@ -72,7 +73,7 @@ def _names(x: Tensor, seen: Tensor, spread: Tensor) -> Iterator[str]:
         lattice = _lattice(x, seen, spread, size)
         if lattice is not None:
             for name in _by_lattice(lattice, "row" if size == sizes[0] else str(size)):
-                yield from (name, f"narrow {name}") if name.startswith("int8/") else (name,)
+                yield from (name, f"narrow {name}") if is_calibrated(name) else (f"{at}{name}" for at in _ENDS)
 
 
 def group_sizes(n_in: int) -> list[int]:

@@ -34,6 +34,7 @@ from tracediff.numerics.groups import (
     Centred,
     Divided,
     EvenUnsigned,
+    Flipped,
     Full,
     Held,
     HeldDivided,
@@ -91,7 +92,8 @@ _BITS, _SCALES = range(2, 17), "{groups} with float32 scales"
 _GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
     "int": (Signed, _BITS, f"int{{bits}} {_SCALES}"),
     "truncated int": (Truncated, _BITS, f"truncated int{{bits}} {_SCALES}"),
-    "narrow int": (Narrow, [8], f"narrow int{{bits}} {_SCALES}"),
+    "narrow int": (Narrow, _BITS, f"narrow int{{bits}} {_SCALES}"),
+    "flipped int": (Flipped, _BITS, f"flipped int{{bits}} {_SCALES}"),
     "full int": (Full, _BITS, f"full int{{bits}} {_SCALES}"),
     "held int": (Held, _BITS, "int{bits} {groups} with {held} scales"),
     "away int": (Away, _BITS, f"int{{bits}} {_SCALES} and ties away from 0"),
@@ -249,12 +251,13 @@ def rounding_named(name: str) -> Rounding:
     said = words.format(bits=found[3], groups=sizes.get(size, sized), held=held.words)
     common: dict[str, Any] = {"before": held.dtype, "bits": int(found[3]), "n_rows": n_rows}
     if not rule:
-        return blocks(name, said, size, **common)
+        rule = {"last": 2.0 ** (int(found[3]) - 1) - 1} if issubclass(blocks, Scaled) else {}
+        return blocks(name, said, size, **common, **rule)
     said = f"{found[2]}{found[3]} {sizes.get(size, sized)} with {kept}"
     return _RULED[blocks](name, said, size, **common, **rule)
 
 
-_RULED: Mapping[type[Blocks], type[Scaled]] = MappingProxyType({Signed: Scaled, Narrow: Narrow})
+_RULED: Mapping[type[Blocks], type[Scaled]] = MappingProxyType({Signed: Scaled, Narrow: Narrow, Flipped: Flipped})
 
 
 _KEPT = {"f16": "float16 scales", "bf16": "bfloat16 scales", "2^n": "scales that are powers of two"}

@@ -25,6 +25,7 @@ _FLOATS_APART = "floats as they are"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
 _FLOAT8 = ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtype
+_Q8_2 = "int8/32 to 127 by bf16"  # iqk_quantize.cpp, quantize_row_q8_1_x4_T
 _SHORTER = ("e5m2", "e4m3", "gf4")
 _IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in half precision
 TF32S = ("tf32", "tf32 away")  # which matmuls of float32 may be made in
@@ -139,6 +140,8 @@ def _attentions() -> Iterator[Scheme]:
     yield Scheme(phrase("KV cache", "q8_0"), scores=Arithmetic("q8_0", "q8_0"), values=Arithmetic("f64", "q8_0"))
     alone = Arithmetic(stored="q8_0")  # in ggml Q is rounded to as well, in an engine that reads a cache as float32 not
     yield Scheme(phrase("KV cache alone", "q8_0"), scores=alone, values=alone)
+    in_integers = Arithmetic(_Q8_2, "q8_0")  # ik_llama.cpp, also where weights are floats
+    yield Scheme("KV cache in q8_0 blocks and Q in integers", scores=in_integers, values=Arithmetic(stored="q8_0"))
     # ggml_compute_forward_flash_attn_ext_f16_one_chunk: Q to f16, values summed in f16 key by key
     flash = Scheme("flash attention", scores=Arithmetic("f16", "f16"), values=Arithmetic("f64", "f16", "f16"))
     yield flash
@@ -166,6 +169,10 @@ def _with(matmul: Scheme, attention: Scheme) -> Scheme:
     return replace(scheme, exponentials=of.exponentials, added=of.added, looked_up=of.looked_up)
 
 
+# Caches of an engine of somebody's own that multiplies integers.
+_BESIDE_INTEGERS = (*(phrase("KV cache", name) for name in HALVES), phrase("KV cache alone", "q8_0"))
+
+
 def _schemes() -> Iterator[Scheme]:
     """Every way of both, and together those that engines combine: each costs a segment a pass. First the most usual."""
     matmuls, attentions = list(_matmuls()), list(_attentions())
@@ -182,8 +189,7 @@ def _schemes() -> Iterator[Scheme]:
     # An engine of somebody's own rounds activations as ggml does, and has no table of GELU.
     in_integers = [_matmul("activations", name) for name in _IN_CACHES]
     in_integers = [scheme for one in in_integers for scheme in (_floats_as_they_are(one), one)]
-    names = {*(phrase("KV cache", name) for name in HALVES), phrase("KV cache alone", "q8_0")}
-    caches = [a for a in attentions if a.name in names]
+    caches = [a for a in attentions if a.name in _BESIDE_INTEGERS]
     yield from (_with(matmul, cache) for cache in caches for matmul in in_integers)
     yield from (_with(exact, a) for a in attentions if a.values.accumulate == "f32" and a.values.stored not in TF32S)
 
@@ -347,6 +353,10 @@ WAYS = tuple(_ways())
 _FINE = (_named("matrices", "normal f16"), *(phrase("KV cache", name) + FRESH for name in HALVES))
 FINE_WAYS = tuple(way for way in WAYS if way.part == "exponentials" or way.name in _FINE)
 _BY_NAME = {way.name: way for way in WAYS}
+# Of an engine of somebody's own, beside activations in integers.
+_CACHES = tuple(
+    _BY_NAME[name] for name in (*(phrase("KV cache", of) for of in HALVES), phrase("KV cache alone", "q8_0"))
+)
 
 # What only a user can know: sums in half precision in an order that cannot be followed, as in GPUs' kernels
 # (ggml-cuda/fattn*.cuh). The floor is so wide that small mistakes hide below it: never tried unasked.
@@ -425,11 +435,24 @@ def scheme_named(name: str) -> Scheme:
     return scheme
 
 
-def in_activations(rounding: str) -> Way:
-    """The way in which activations are rounded so, be it on no list."""
-    way = _way_named(_named("activations", rounding)) or _way_named(f"activations in {rounding}")
+def way_in(part: str, rounding: str) -> Way:
+    """The way in which "activations" or "matrices" are rounded so, be it on no list."""
+    way = _way_named(_named(part, rounding)) or _way_named(f"{part} in {rounding}")
     assert way is not None
     return way
+
+
+def beside(scheme: Scheme) -> list[Scheme]:
+    """The scheme with caches that engines of somebody's own have; Q is multiplied with integers as activations are."""
+    integers = Arithmetic(scheme.linear.operands, "q8_0")
+    own = replace(scheme, name=f"{scheme.name}, Q as activations and KV cache in q8_0", scores=integers)
+    return [*(cache.of(scheme) for cache in _CACHES), replace(own, values=Arithmetic(stored="q8_0"))]
+
+
+def unlisted(scheme: Scheme) -> list[Way]:
+    """What it does in ways that are on no list."""
+    own = ("activations", scheme.linear.operands), ("matrices", scheme.held)
+    return [way for part, rounding in own if (way := way_in(part, rounding)) not in WAYS]
 
 
 @cache

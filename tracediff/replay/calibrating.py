@@ -11,7 +11,7 @@ import numpy as np
 from tracediff.model.graph import Op
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.roundings import CALIBRATED, calibrated
-from tracediff.numerics.schemes import EXACTLY, cached_in, in_activations
+from tracediff.numerics.schemes import EXACTLY, cached_in, way_in
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.operands import matmul_of
 from tracediff.replay.plan import Choice
@@ -68,7 +68,7 @@ class Calibrating:
     def _starts(self, record: OpRecord, scheme: Scheme) -> Sequence[Scheme]:
         """What is held in a scale may be all that the scheme rounds."""
         if self._recomputation.op_of(record).kind == "linear":
-            return [in_activations("f64").of(scheme)]
+            return [way_in("activations", "f64").of(scheme)]
         start = EXACTLY if record.dtype == "f32" else scheme
         return [cached_in("f64", start, fresh=fresh) for fresh in ((False, True) if record.step else (False,))]
 
@@ -99,7 +99,7 @@ class Calibrating:
             return matmul.left([calibrated(name, scale) for scale in scales])
 
         for name, scale in _by_scales(float(matmul.x.abs().max()), left, matmul.left(["f64"])[0]):
-            yield in_activations(calibrated(name, scale)).of(scheme)
+            yield way_in("activations", calibrated(name, scale)).of(scheme)
 
     def _of_cache(self, record: OpRecord, op: Op, scheme: Scheme, before: float) -> Iterator[Scheme]:
         """The scheme with the best scale of each type for K or V, where it leaves less than it does, which is so much

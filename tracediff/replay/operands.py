@@ -1,4 +1,6 @@
-"""What a matmul multiplied in the place of its activations: solved from what came out, where its matrix is known."""
+"""What a matmul multiplied in the place of its activations: solved from what came out, where its matrix is known. What
+a table holds is seen in its rows.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,6 +15,7 @@ from tracediff.numerics.evaluate import arithmetic_of
 from tracediff.numerics.kinds.matmul import rounding_of
 from tracediff.numerics.recognise import recognised
 from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.schemes import EXACTLY, Way, way_in
 from tracediff.replay.recompute import Recomputation
 from tracediff.trace.format import OpRecord
 
@@ -61,11 +64,27 @@ class Matmul:
         return self.x + along @ inverse.T, spread
 
 
-def roundings(by: Recomputation, record: OpRecord, scheme: Scheme) -> list[str]:
-    """The roundings that activations of a matmul had, by their names, the nearest first; none where they are not told:
-    by matrices of fewer rows than columns together, or where these are others than the scheme has them.
+def tells_rounding(by: Recomputation, record: OpRecord) -> bool:
+    """Whether the record is of a matmul that reads what was recorded, or of a table's rows."""
+    return by.op_of(record).kind in ("linear", "embedding") and len(by.segment(record)) == 1
+
+
+def ways_told(by: Recomputation, record: OpRecord, scheme: Scheme) -> list[Way]:
+    """The ways in which activations of a matmul or the rows of a table are rounded, the nearest first; none where they
+    are not told.
     """
     op = by.op_of(record)
+    part, names = ("matrices", _of_table) if op.kind == "embedding" else ("activations", _of_activations)
+    return [way_in(part, name) for name in names(by, record, op, scheme)]
+
+
+def _of_table(by: Recomputation, record: OpRecord, op: Op, _: Scheme) -> list[str]:
+    rows, seen = by.op(record, op, EXACTLY, "f64").exact.flatten(1), by.values(record).flatten(1).to(torch.float64)
+    return recognised(rows, seen, _UNIT * seen.abs().amax(-1, keepdim=True)) if bool(seen.isfinite().all()) else []
+
+
+def _of_activations(by: Recomputation, record: OpRecord, op: Op, scheme: Scheme) -> list[str]:
+    """None by matrices of fewer rows than columns together, or where these are others than the scheme has them."""
     n = op.weights[0].shape[-1] if _is_plain(op) else _WIDEST + 1
     matmul = _of(by, record, scheme, math.ceil(n * _ROWS) + _MORE, _TOKENS) if n <= _WIDEST else None
     solved = matmul.solved() if matmul else None

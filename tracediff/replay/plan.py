@@ -22,7 +22,7 @@ from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit, tr
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import in_rows_of, rounding_named
-from tracediff.numerics.schemes import IN_SINGLE, WAYS, Way, in_activations
+from tracediff.numerics.schemes import IN_SINGLE, WAYS, Way, unlisted
 from tracediff.replay.recorded import Recorded
 from tracediff.trace.format import OpRecord
 
@@ -226,8 +226,7 @@ class Planner:
 
     def _ways_told(self, scheme: Scheme, covered: Sequence[Op]) -> Mapping[str, Sequence[Way]]:
         of, found = self._rounds_rows(scheme, covered), defaultdict[str, list[Way]](list)
-        solved = in_activations(scheme.linear.operands)
-        for way in sorted(dict.fromkeys((*WAYS, solved)), key=lambda way: not way.is_of(scheme)):
+        for way in sorted((*WAYS, *unlisted(scheme)), key=lambda way: not way.is_of(scheme)):
             if self._rounds_rows(way.of(scheme), covered) == of:
                 found[way.part].append(way)
         n_ways = Counter(way.part for way in WAYS)
@@ -282,17 +281,17 @@ class Planner:
 
     def _unlike(self, ops: Iterable[Op]) -> tuple[Op, ...]:
         """One of each sort that a scheme may treat otherwise: a model has hundreds of ops, of a dozen sorts."""
-        sorts: dict[tuple[str, bool, str, Axis, int], Op] = {}
+        sorts: dict[tuple[str, bool, bool, str, Axis, int], Op] = {}
         for op in ops:
             sorts.setdefault(self._treated(op), op)
         return tuple(sorts.values())
 
-    def _treated(self, op: Op) -> tuple[str, bool, str, Axis, int]:
-        """What of the op makes a difference to a scheme."""
+    def _treated(self, op: Op) -> tuple[str, bool, bool, str, Axis, int]:
+        """What of the op makes a difference to a scheme, or to kernels that engines have for heads."""
         first = op.weights[0] if op.weights else None
         row = op.axes[-1] if op.kind == "add" else 0  # what is added may be rounded in blocks
         of = (self._weights.type_of(first), first.shape[-1], len(op.weights)) if first else ("", row, 0)
-        return treated_as(op), any(op.past), *of
+        return treated_as(op), any(op.past), layer_of(op.name) is None, *of
 
     def _rows_fit(self, ops: Sequence[Op], arithmetics: Sequence[Arithmetic]) -> bool:
         width = self._graph.hparams.head_dim

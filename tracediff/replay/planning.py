@@ -15,11 +15,11 @@ from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import is_calibrated
-from tracediff.numerics.schemes import EXACTLY, FINE_WAYS, PLAIN, WAYS, Way, in_activations, in_tf32, unrounded
+from tracediff.numerics.schemes import EXACTLY, FINE_WAYS, PLAIN, Way, beside, in_tf32, unlisted, unrounded
 from tracediff.replay.calibrating import Calibrating
 from tracediff.replay.composing import Composing
 from tracediff.replay.fitting import Fitting
-from tracediff.replay.operands import roundings
+from tracediff.replay.operands import tells_rounding, ways_told
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
 from tracediff.replay.recompute import Recomputation
 from tracediff.replay.score import COMPOSED, FINE, IN_ROWS, NOTHING, UNLIKE, score
@@ -195,7 +195,7 @@ class Planning:
         from that with what other sorts told; or what the same ops do in steps of other sizes.
         """
         samples, nearest = self._samples(records), choice.schemes[0]
-        starts = [nearest]
+        starts, as_told = [nearest], EXACTLY
         if choice.nmse > NOTHING:
             as_told = reduce(lambda scheme, one: one.ways[0].of(scheme), _best(known).values(), EXACTLY)
             starts = [*self._planner.suiting((nearest, as_told), *records)]
@@ -218,7 +218,7 @@ class Planning:
                 return False
             return score(found.nmse, UNLIKE) <= score(choice.nmse) and not self._is_told_by_rows(found, nearest, asked)
 
-        found = self._solved(asked, starts, records, elsewhere)
+        found = self._solved(asked, starts, as_told, records, elsewhere)
         if not found.settled:
             found = Composing(self._fitting, self._planner, asked).composed(starts, elsewhere.sole, elsewhere.longer)
         if is_refused(found):
@@ -233,42 +233,48 @@ class Planning:
         return self._composed(whole, records, known, elsewhere) if again else whole
 
     def _solved(
-        self, asked: Sequence[OpRecord], starts: Sequence[Scheme], records: list[OpRecord], elsewhere: Elsewhere
+        self,
+        asked: Sequence[OpRecord],
+        starts: Sequence[Scheme],
+        as_told: Scheme,
+        records: list[OpRecord],
+        elsewhere: Elsewhere,
     ) -> Choice:
-        """Activations rounded as what came out of the first matmul that tells it says, where no start fits; of segments
-        as such a matmul told.
+        """Activations rounded as what came out of the first matmul that tells it says, where no start fits, and a table
+        as its rows say; other ops and segments `as_told` so by those, and as such engines do.
         """
         nothing = Choice((starts[0],), False, math.nan)
-        if self._planner.is_segment(asked[0]):
-            told = [start for start in starts[1:] if in_activations(start.linear.operands) not in WAYS]
-            return self._fitting.settle((*told, starts[0]), asked) if told else nothing
         if elsewhere.by_op:
             return self._calibrating.calibrated(nothing, records, elsewhere.by_op)
+        if not tells_rounding(self._recomputation, asked[0]):
+            told = self._planner.suiting((as_told, *beside(as_told)), *asked) if unlisted(as_told) else ()
+            return self._fitting.settle((*told, starts[0]), asked) if told else nothing
         for record in asked:
             if any(self._fitting.fits(record, start) for start in starts):
                 continue
             for start in starts:
-                ways = map(in_activations, roundings(self._recomputation, record, start))
-                # One record may not tell two of them apart.
-                if told := self._planner.suiting([way.of(start) for way in ways], *asked):
-                    best = max(told, key=lambda scheme: sum(self._fitting.fits(one, scheme) for one in asked))
-                    has_its_own = any(is_calibrated(scheme.linear.operands) for scheme in told)
+                ways = ways_told(self._recomputation, record, start)
+                likely = self._planner.suiting([way.of(start) for way in ways], *asked)
+                if likely:  # one record may not tell two of them apart
+                    best = max(likely, key=lambda scheme: sum(self._fitting.fits(one, scheme) for one in asked))
+                    has_its_own = any(is_calibrated(scheme.linear.operands) for scheme in likely)
                     if has_its_own and not all(self._fitting.fits(one, best) for one in asked):
                         return self._calibrating.calibrated(replace(nothing, schemes=(start,)), records, {})
                     return self._fitting.settle((best, *starts), asked, usual=(best,))
         return nothing
 
     def _solve_alike(self, choices: dict[Sort, Choice], by_sort: Mapping[Sort, list[OpRecord]]) -> None:
-        """What was solved for activations of some sort holds for others where it is as good: whether -128 is among the
-        integers is told by few.
+        """What was solved for some sort holds for others where it is as good: whether -128 is among the integers is
+        told by few.
         """
-        operands = (choice.schemes[0].linear.operands for choice in choices.values() if choice.settled)
-        solved = [way for name in dict.fromkeys(operands) if (way := in_activations(name)) not in WAYS]
+        settled = (choice.schemes[0] for choice in choices.values() if choice.settled)
+        solved = [*dict.fromkeys(way for scheme in settled for way in unlisted(scheme))]
         for sort, choice in choices.items():
             (scheme, *others), samples = choice.schemes, self._samples(by_sort[sort])
-            if others or not any(way.is_of(scheme) for way in solved):
+            if others or not unlisted(scheme):
                 continue
-            alike = (way.of(scheme) for way in solved if not way.is_of(scheme))
+            own = {way.part for way in unlisted(scheme)}
+            alike = (way.of(scheme) for way in solved if way.part in own and not way.is_of(scheme))
             alike = (one for one in alike if all(self._fitting.is_as_good(one, scheme, of) for of in samples))
             choices[sort] = replace(choice, schemes=(next(alike, scheme),))
 
