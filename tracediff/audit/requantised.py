@@ -22,13 +22,15 @@ _WORDS = {  # of roundings, by their names
 
 
 def requantised_as(expected: np.ndarray, held: np.ndarray) -> str | None:
-    """In words the requantisation of `expected`, a matrix [n_out, n_in], that `held` is, with its error; None for none.
+    """In words what requantisation of `expected`, one matrix [n_out, n_in] or several, `held` is, and its error; None
+    for none.
 
     Each group of a row's values has a scale of its own, or of a column's, where an engine holds matrices transposed.
     Groups may have any size that divides the row.
     """
-    if expected.ndim != 2:
+    if expected.ndim < 2:
         return None
+    expected = expected.reshape(-1, expected.shape[-1])
     rows = held.reshape(expected.shape)
     words = _known(expected, rows)
     if not words and (down := _known(expected.T, rows.T)):

@@ -119,8 +119,16 @@ class Kin:
             for same in self.tried(found, one)
             if self.explains(same, one, same.may_turn)
             or (is_same_segment and self._explains_all_but_roundings(same, one))
+            or (not math.isfinite(one.error.nmse) and self._makes_no_number_alike(same.ops, one.record))
         )
         return self.fewest(next(same, None), one)
+
+    def _makes_no_number_alike(self, ops: Sequence[Op], record: OpRecord) -> bool:
+        """Whether NaN and Inf are where a record has them, and its numbers as well: that speaks for nothing by itself,
+        and is no contradiction to what others say.
+        """
+        known = self.replay.known(record, given=ops)
+        return not bool(known.wrong.any() or known.recorded.isfinite().all())
 
     def _explains_all_but_roundings(self, tried: Hypothesis, one: Faulty) -> bool:
         """Whether what explains another step of the segment leaves next to nothing of the error, though more than
@@ -342,12 +350,13 @@ class Kin:
             if not error.faulty and self.replay.under(other, tried.ops).faulty:
                 return True
             if step in asked:
-                under = (self.replay.under(other, way.ops) for way in self._ways(tried, other))
-                local = min(under, key=lambda x: x.left)
+                under = [(self.replay.under(other, way.ops), way) for way in self._ways(tried, other)]
+                local, way = min(under, key=lambda one: one[0].left)
                 allowed = _TOLD if soon_suited else 1.0
                 most = max(allowed * error.left, local.floor / SEGMENT_MARGIN)  # of less than noise nothing tells
                 is_small = step != largest and not local.faulty  # an error, of which roundings are more than that
                 # What is hidden may be chosen: then the error is infinite.
-                if not is_small and (math.isinf(local.nmse) or not local.nmse <= most):
+                is_further = math.isinf(local.nmse) or not local.nmse <= most
+                if not is_small and is_further and not self._makes_no_number_alike(way.ops, other):
                     return True
         return False

@@ -169,6 +169,8 @@ def _not_rescaled(op: Op, context: Context) -> Variants:
             online = partial(_online, op, block=block, of_sum=of_sum, of_output=of_output)
             words = f"flash attention in blocks of {count(block, 'key')} does not rescale the {what}"
             yield computing(op, online), f"{words} when a block has a larger score"
+    words = "flash attention adds 1 to its sum for each key, where exp(score - largest score) belongs"
+    yield computing(op, partial(_counting, op)), words
 
 
 def _online(
@@ -193,6 +195,14 @@ def _online(
     if sinks is not None:
         total = total + torch.exp(sinks[:, None, None] - largest[..., -1:])
     return (after if of_output else before) / total
+
+
+def _counting(op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *_: Tensor, **attrs: Any) -> Tensor:
+    """Probabilities whose sum has 1 of each key, which is rescaled key by key as it should be."""
+    scaled = masked(op, scores, queries, keys)
+    largest = scaled.as_subclass(Tensor).cummax(-1).values
+    counted = torch.exp(largest - largest[..., -1:]).masked_fill(scaled == -math.inf, 0.0)
+    return torch.exp(scaled - largest[..., -1:]) / counted.sum(-1, keepdim=True)
 
 
 def _in_blocks(scaled: Tensor, block: int) -> Tensor:

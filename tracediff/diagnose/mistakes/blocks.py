@@ -83,6 +83,9 @@ _SCALES = (
                  "{}'s float16 scales are read as if none was subnormal: those below 6.1e-5 as 2^-15 (1 + m)",
                  tuple(type_ for type_ in _ALL if type_ != "MXFP4"),
                  lambda f: replace(f, read=lambda bits: _subnormals(bits, 0.5, 2.0**-15))),
+    BlockMistake("block_scale_subnormal", "{}'s float16 scales are half of what they are where they are subnormal",
+                 tuple(type_ for type_ in _ALL if type_ != "MXFP4"),
+                 lambda f: replace(f, read=lambda bits: _subnormals(bits, 0.5, 0.0))),
     BlockMistake("q4_k_scales", "{}'s 6-bit scales of sub-blocks 4 to 7 are unpacked like those of the first four",
                  _OF_256, lambda f: _scales(f, _naive), "aprender#2141"),
     BlockMistake("q4_k_scales_dropped", "{}'s sub-block scales are dropped", _IN_PARTS[:-1],
@@ -103,6 +106,22 @@ def _signed(f: Fields) -> Fields:
     return replace(f, low=f.low ^ top) if f.high is None else replace(f, high=f.high ^ top)
 
 
+def _minima_by_d(f: Fields, which: slice) -> Fields:
+    """With some sub-blocks' minima such that dmin times them is d times what they were."""
+    assert f.minima is not None
+    assert f.m is not None
+    d, m = (of.view(np.float16).astype(np.float64).reshape(-1, 1) for of in (f.d, f.m))
+    minima = f.minima.astype(np.float64)
+    minima[:, which] *= np.divide(d, m, out=np.zeros_like(d), where=m != 0)
+    return replace(f, minima=minima)
+
+
+def _shifted_signed(pairs: np.ndarray) -> np.ndarray:
+    """High nibbles as `>> 4` makes them of an int8."""
+    low, high = pairs[:, :, :1], pairs[:, :, 1:]
+    return np.concatenate((low, np.where(high >= 8, high.astype(int) - 16, high)), 2)
+
+
 _OFFSETS = (
     BlockMistake("block_offset", "the offset of {}'s integers is not subtracted", _OFFSET,
                  lambda f: replace(f, offset=0)),
@@ -113,6 +132,8 @@ _OFFSETS = (
                  lambda f: replace(f, low=f.low & 255)),
     BlockMistake("block_signs", "{}'s signed integers are read as unsigned with an offset of 128", ("Q8_0",),
                  lambda f: replace(f, low=f.low & 255, offset=128)),
+    BlockMistake("block_signs", "{}'s high nibbles are shifted as signed bytes: those of 8 and more are 16 less",
+                 ("Q4_0", "Q4_1", *_OF_256[:1]), lambda f: _low(f, _shifted_signed(_pairs(f)))),
     BlockMistake("block_signs", "{}'s signed scales are read as unsigned", ("Q6_K",),
                  lambda f: _scales(f, lambda s: s & 255)),
     BlockMistake("q4_k_min_added", "{}'s minimum is added where it must be subtracted", _WITH_MINIMA,
@@ -122,6 +143,10 @@ _OFFSETS = (
     BlockMistake("block_minimum", "{}'s minimum is left out", _WITH_MINIMUM, lambda f: replace(f, m=None)),
     BlockMistake("block_minimum", "{}'s scale and minimum are exchanged", _WITH_MINIMUM,
                  lambda f: replace(f, d=f.d if f.m is None else f.m, m=f.d)),
+    BlockMistake("block_minimum", "the minima of every second sub-block of {} are multiplied by d, not by dmin",
+                 _OF_256, lambda f: _minima_by_d(f, slice(1, None, 2))),
+    BlockMistake("block_minimum", "the minima of {}'s sub-blocks are multiplied by d, not by dmin", _WITH_MINIMA,
+                 lambda f: _minima_by_d(f, slice(None))),
     BlockMistake("block_minimum", "the scales and minima of {}'s sub-blocks are exchanged", _WITH_MINIMA,
                  lambda f: replace(f, scales=f.minima, minima=f.scales)),
 )  # fmt: skip

@@ -98,7 +98,7 @@ def _bias_on_logits(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
-    "weights_by_all", "the weights of the chosen experts are divided by the sum over all experts",
+    "weights_by_all", "the weights of the chosen experts are divided by the sum over all experts, or the first",
     "which experts the sum of weights is taken over", Where(("sum_rows",)),
 )  # fmt: skip
 def _by_all(op: Op, context: Context) -> Variants:
@@ -106,6 +106,9 @@ def _by_all(op: Op, context: Context) -> Variants:
     if rows and rows.kind == "get_rows" and _is_of_choice(rows, context.graph):
         summed = replace(op, inputs=rows.inputs[:1], views=(), function=lambda x: x.flatten(1).sum(-1, keepdim=True))
         yield summed, "the weights are divided by the sum over all experts, where the chosen ones are summed"
+        n = math.prod(axis for axis in rows.axes if isinstance(axis, int))
+        first = replace(summed, function=lambda x: x.flatten(1)[:, :n].sum(-1, keepdim=True))
+        yield first, f"the weights are divided by the sum over experts 0 to {n - 1}, where the chosen ones are summed"
 
 
 @AREA.mistake(

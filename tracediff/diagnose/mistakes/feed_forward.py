@@ -84,6 +84,7 @@ _OF_BOTH: dict[str, tuple[str, Callable[[Tensor, Tensor, Activation], Tensor]]] 
     "act_swapped": ("{} is applied to up instead of gate", lambda g, u, f: f(u) * g),
     "act_no_silu": ("{} is not applied", lambda g, u, f: g * u),
     "act_no_gate": ("up is not multiplied in", lambda g, u, f: f(g)),
+    "act_squared": ("what {} makes of gate is multiplied by itself, not by up", lambda g, u, f: f(g) * f(g)),
     "act_ungated": ("the gate is left out", lambda g, u, f: u),
     "act_of_product": ("{} is applied to gate times up instead of gate", lambda g, u, f: f(g * u)),
     "act_of_both": ("{} is applied to up as well", lambda g, u, f: f(g) * f(u)),

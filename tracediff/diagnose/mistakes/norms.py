@@ -149,6 +149,25 @@ def _divisor(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
+    "norm_of_whole_rows", "the mean of squares in a norm is that of a whole row, of which a part is normed",
+    "how many channels the norm is called with: of a product in parts each is normed by itself", RMS_NORM,
+)  # fmt: skip
+def _of_whole_rows(op: Op, context: Context) -> Variants:
+    source, view = context.graph.ops.get(op.inputs[0]), op.seen[0]
+    n, whole = op.axes[-1], source.axes[-1] if source else 0
+    if view is None or not isinstance(n, int) or not isinstance(whole, int) or not n < whole:
+        return
+
+    def function(x: Tensor, rows: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        mean = rows.flatten(1).square().mean(-1).reshape(-1, *(1,) * (x.ndim - 1))
+        return scaled(x * torch.rsqrt(mean + eps), *weight)
+
+    of = local_name(op.inputs[0])
+    words = f"the mean of squares is that of all {whole} channels of {of}, not of the {n} that are normed"
+    yield computing(op.also_reading((op.inputs[0], False)), function), words
+
+
+@AREA.mistake(
     "norm_of_magnitudes", "the norm divides by the mean of magnitudes, or by their sum",
     "what is summed up in the norm, and its root: sqrt(mean(x^2) + eps)", NORM,
 )  # fmt: skip

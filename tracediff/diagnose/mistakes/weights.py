@@ -92,6 +92,26 @@ def _cut(op: Op, _: Context) -> Variants:
         yield reading(op, lambda file, info, cut=cut: cut(values_of(file, info))), words  # type: ignore[misc]
 
 
+@AREA.mistake(
+    "weight_subnormal", "float16 weights are converted without a care for subnormal numbers",
+    "the conversion of float16 whose exponent is 0: the mantissa times 2^-24", Where((*MATMUL.kinds, "embedding")),
+)  # fmt: skip
+def _subnormal(op: Op, context: Context) -> Variants:
+    name = op.weights[0].name if op.weights else ""
+    if name not in context.file.tensors or context.file.tensors[name].type.name != "F16":
+        return
+    ways = {"half of what they are": (0.5, 0.0), "twice what they are": (2.0, 0.0),
+            "2^-15 (1 + m), as if they were not": (0.5, 2.0**-15)}  # fmt: skip
+    for words, (times, more) in ways.items():
+        read = partial(_with_subnormals, times=times, more=more)
+        yield reading(op, read), f"{name}'s float16 numbers that are subnormal, below 6.1e-5, are {words}"
+
+
+def _with_subnormals(file: GGUFFile, info: TensorInfo, times: float, more: float) -> Tensor:
+    right = values_of(file, info).float()  # half of the least of them is none
+    return torch.where(right.abs() < 2.0**-14, times * right + torch.copysign(torch.tensor(more), right), right)
+
+
 def cut_off(what: str) -> Iterator[tuple[Rounding, str]]:
     """Each type in half precision that something may be cut off to, in words."""
     for name in HALVES:

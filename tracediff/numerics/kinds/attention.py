@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tracediff.model.graph import SOURCES
 from tracediff.numerics.arithmetic import split_keys
 from tracediff.numerics.floors import TINY, UNIT, Noise
 from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, exponential, none
@@ -191,9 +192,12 @@ def _with_cache(call: Call, of_sizes: Callable[..., Tensor], token_axis: int) ->
             energy.turned = of_sizes(turned[0].square(), cached.square()) + of_sizes(x.square(), turned[1].square())
 
     dtype = sums_in(arithmetic, x.dtype)
+    # What a hypothesis reads of other layers' caches is held as this one is.
+    others = [name not in SOURCES and past in (True, "earlier") for name, past in call.op.reads[2:]]
+    more = [call.rounded(y, arithmetic.stored) if of else y for y, of in zip(inputs[2:], others, strict=True)]
 
     def product(x: Tensor, cached: Tensor) -> Tensor:
-        return call.function(x.to(dtype), cached.to(dtype), *inputs[2:], **call.op.attrs).to(inputs[0].dtype)
+        return call.function(x.to(dtype), cached.to(dtype), *more, **call.op.attrs).to(inputs[0].dtype)
 
     # Key by key, unless a hypothesis reads another cache besides, of as many keys.
     if arithmetic.accumulate != "f16" or not arithmetic.parts or len(inputs) > 2:
