@@ -42,16 +42,28 @@ def cast(dtype: torch.dtype) -> Rounding:
     return lambda x: x.to(dtype).float()
 
 
-def integers(size: int, bits: int = 8, scales: torch.dtype = torch.float32) -> Rounding:
-    """Symmetric integers in groups of `size` values of a row, or of all of it (0), with a scale each."""
+def integers(
+    size: int, bits: int = 8, scales: torch.dtype = torch.float32, last: float = 0.0, by_kept: bool = False
+) -> Rounding:
+    """Symmetric integers in groups of `size` values of a row, or of all of it (0), with a scale each, such that the
+    largest becomes the `last`; quotients by the scale before it is kept in its type, or `by_kept` ones.
+    """
 
     def rounded(x: Tensor) -> Tensor:
         groups = x.unflatten(-1, (-1, size or x.shape[-1]))
         top = (1 << bits - 1) - 1
-        scale = (groups.abs().amax(-1, keepdim=True) / top).clamp(min=1e-30)
-        return ((groups / scale).round().clamp(-top, top) * scale.to(scales).float()).flatten(-2)
+        scale = (groups.abs().amax(-1, keepdim=True) / (last or top)).clamp(min=1e-30)
+        kept = scale.to(scales).float()
+        return ((groups / (kept if by_kept else scale)).round().clamp(-top, top) * kept).flatten(-2)
 
     return rounded
+
+
+def microscaled(x: Tensor) -> Tensor:
+    """MXINT8: integers of 32 values times a power of two (https://arxiv.org/abs/2310.10537)."""
+    groups = x.unflatten(-1, (-1, 32))
+    scale = torch.exp2(torch.floor(torch.log2(groups.abs().amax(-1, keepdim=True).clamp(min=1e-30))) - 6)
+    return ((groups / scale).round().clamp(-127, 127) * scale).flatten(-2)
 
 
 ROUNDINGS: Mapping[str, Rounding] = {
@@ -64,9 +76,23 @@ ROUNDINGS: Mapping[str, Rounding] = {
     "int8/64": integers(64),
     "int8/row": integers(0),
     "int4/32": integers(32, bits=4),
+    "int8/16": integers(16),
+    "int6/32": integers(32, bits=6),
+    "int8/32 to 128": integers(32, last=128.0),
+    "int8/32 by bf16": integers(32, scales=torch.bfloat16, by_kept=True),
+    "int8/row clipped": integers(0, last=127 / 0.9),
+    "MXINT8": microscaled,
 }
+UNLISTED = (
+    "int8/16",
+    "int6/32",
+    "int8/32 to 128",
+    "int8/32 by bf16",
+    "int8/row clipped",
+    "MXINT8",
+)
 PARTS: Mapping[str, Sequence[str]] = {
-    "activations": ("f16", "bf16", "q8_0", "int8/32", "int8/64", "int8/row"),
+    "activations": ("f16", "bf16", "q8_0", "int8/32", "int8/64", "int8/row", *UNLISTED),
     "weights": ("f16", "bf16", "q8_0", "int8/32", "int8/row", "int4/32"),
     "cache": ("f16", "bf16", "q8_0", "int8/row", "e4m3", "e5m2"),
     "attention": ("f16", "bf16"),

@@ -1,5 +1,6 @@
 """Mistakes that engines often make, each written here by other means than the bank of known mistakes has, and named."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from block_rules import FILES
-from conftest import Models, some_of
+from conftest import Models, some_of, trace_graph
 from gguf import GGMLQuantizationType, quants
 from gguf.constants import GGML_QUANT_SIZES
 from test_mistakes import traced
@@ -26,6 +27,7 @@ from tracediff.model.model import Model
 from tracediff.model.synthetic import quantize
 from tracediff.model.weights import reading, values_of
 from tracediff.names import split
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.linear import mul_mat
 from tracediff.numerics.kinds.norm import rms_norm
@@ -147,6 +149,22 @@ def in_blocks(size: int, of_sum: bool, of_output: bool) -> Function:
     return function
 
 
+def counting(scores: Tensor, queries: Tensor, keys: Tensor, *, scale: float) -> Tensor:
+    """A softmax key by key, whose sum has 1 of each key that is not the largest so far."""
+    made = torch.zeros_like(scores)
+    for head, token in itertools.product(range(len(scores)), range(len(queries))):
+        largest, total = -math.inf, 0.0
+        seen = [i for i, key in enumerate(keys.tolist()) if key <= int(queries[token])]
+        for i in seen:
+            score = float(scores[head, token, i]) * scale
+            if score > largest:
+                total, largest = total * math.exp(largest - score) + 1, score
+            else:
+                total += 1
+        made[head, token, seen] = torch.exp(scores[head, token, seen] * scale - largest) / total
+    return made
+
+
 def added_up_in(dtype: torch.dtype) -> Function:
     """A norm whose squares are added up in half precision, channel by channel."""
 
@@ -247,6 +265,14 @@ CASES = {
     "a sum that is not rescaled": Case(
         "attn_probs", in_blocks(4, False, True), "flash_not_rescaled",
         "flash attention in blocks of 4 keys does not rescale the sum when a block has a larger score",
+    ),
+    "a sum that counts": Case(
+        "attn_probs", counting, "flash_not_rescaled",
+        "flash attention adds 1 to its sum for each key, where exp(score - largest score) belongs", also_hidden=False,
+    ),
+    "another buffer beside the gate": Case(
+        "ffn_act", lambda gate, up: torch.nn.functional.silu(gate) ** 2, "act_squared",
+        "what SiLU makes of gate is multiplied by itself, not by up", also_hidden=False,
     ),
     "an output that is not rescaled": Case(
         "attn_probs", in_blocks(1, True, False), "flash_not_rescaled",
@@ -358,6 +384,121 @@ def test_a_layer_that_shares_the_wrong_cache_is_told(tiny: Callable[[str], Path]
     (finding,) = check_trace(path, model).findings
     assert finding.mistake == "cache_of_another_layer"
     assert f"the cache of layer {layer + 1} is read" in finding.text
+
+
+def in_float16(function: Function, *others: Any) -> Function:
+    """Attention that reads K or V from a cache in float16, and, where `others` are, what it reads of layers that share
+    it.
+    """
+    shared, last = others or (None, False)
+
+    def reading(x: Tensor, cached: Tensor) -> Tensor:
+        held = cached.half().to(cached.dtype)
+        new = held[len(held) - x.shape[0 if function is scores else 1] :]
+        if shared is not None:
+            held = torch.cat((*shared, new))
+        if last:
+            shared.append(new)
+        return function(x, held)
+
+    return reading
+
+
+def test_layers_with_one_cache_in_float16_are_told(models: Models, tmp_path: Path) -> None:
+    """All of them write their keys to it: of earlier steps it has the last layer's. (What was read of another layer was
+    not rounded as the cache is, so nothing left next to nothing.)
+    """
+    model, shared = Model(models("tiny", "F32")), list[Tensor]()
+    graph, last = model.graph, f"blk.{model.graph.hparams.n_layer - 1}.attn_scores"
+    for op in graph:
+        if op.kind == "scores":
+            graph = graph.changed(replace(op, function=in_float16(scores, shared, op.name == last)))
+        if op.kind == "weighted_values":
+            graph = graph.changed(replace(op, function=in_float16(weighted_values)))
+    path = trace_graph(graph, model.file, tmp_path / "whole.trace", *([token] for token in TOKENS[:9]))
+    path = some_of(path, tmp_path / "t.trace", lambda op: not op.endswith(("attn_scores", "attn_probs")))
+    result = check_trace(path, model)
+    where = {op.op for op in result.faulty}
+    assert where == {f"blk.{layer}.attn_kqv" for layer in range(model.graph.hparams.n_layer - 1)}
+    (finding,) = result.findings
+    assert finding.mistake == "cache_of_another_layer"
+    said = f"of earlier steps that holds what layer {model.graph.hparams.n_layer - 1} wrote"
+    assert said in finding.text
+
+
+def test_a_token_that_does_not_see_itself_is_told_where_the_first_has_nan(models: Models, tmp_path: Path) -> None:
+    """Fed token by token, from a cache in float16: where nothing is seen, 0 / 0. (That NaN was held to contradict the
+    mistake, which was two: other rows of the cache, and one that nobody knows.)
+    """
+    model = Model(models("tiny", "F32"))
+    graph = model.graph
+    for op in graph:
+        if op.kind == "softmax":
+            blind = attention(op.attrs["scale"], lambda q, k: k < q, lambda x: -math.inf)
+            graph = graph.changed(replace(op, function=blind))
+        if op.kind in ("scores", "weighted_values"):
+            graph = graph.changed(replace(op, function=in_float16(KINDS[op.kind].function)))
+    path = trace_graph(graph, model.file, tmp_path / "whole.trace", *([token] for token in TOKENS[:7]))
+    path = some_of(path, tmp_path / "t.trace", lambda op: not op.endswith(("attn_scores", "attn_probs")))
+    (finding,) = check_trace(path, model).findings
+    assert finding.text.endswith(
+        "attn_probs: the mask is off by one: a query does not see its own token; the first sees none, and has NaN."
+    )
+
+
+def test_a_norm_of_a_part_by_the_whole_row_is_told(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """DeepSeek's latent, beside which the key that all heads share lies in the same row (deepseek.cpp)."""
+    model = Model(tiny("deepseek2"))
+    op = model.graph["blk.1.attn_kv_a_norm"]
+
+    def by_the_row(x: Tensor, row: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+        return weight * x / torch.sqrt(row.pow(2).sum(-1, keepdim=True) / row.shape[-1] + eps)
+
+    wrong = replace(op.also_reading((op.inputs[0], False)), function=by_the_row)
+    path = traced(model.graph.changed(wrong), model.file, tmp_path / "t.trace", TOKENS, n_decode=0)
+    (finding,) = check_trace(path, model).findings
+    n, whole = op.axes[-1], model.graph[op.inputs[0]].axes[-1]
+    assert finding.mistake == "norm_of_whole_rows"
+    assert f"that of all {whole} channels of attn_kv_a_mqa, not of the {n} that are normed" in finding.text
+
+
+def test_weights_by_the_sum_of_the_first_experts_are_told(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    model = Model(tiny("qwen3moe"))
+    op = model.graph["blk.1.ffn_moe_weights_sum"]
+    probs = model.graph[op.inputs[0]].inputs[0]
+    n = model.graph["blk.1.ffn_moe_topk"].axes[-1]
+    assert isinstance(n, int)
+    wrong = replace(op, inputs=(probs,), views=(), function=lambda p: p.flatten(1)[:, :n].sum(1, keepdim=True))
+    path = traced(model.graph.changed(wrong), model.file, tmp_path / "t.trace", TOKENS, n_decode=0)
+    (finding,) = check_trace(path, model).findings
+    assert finding.mistake == "weights_by_all"
+    assert f"by the sum over experts 0 to {n - 1}, where the chosen ones are summed" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("wrongly", "words"),
+    [
+        (lambda m: m * 2.0**-25, "half of what they are"),
+        (lambda m: (1 + m / 1024) * 2.0**-15, "2^-15 (1 + m), as if they were not"),
+    ],
+)
+def test_subnormal_float16_is_told(
+    wrongly: Callable[[Tensor], Tensor], words: str, models: Models, tmp_path: Path
+) -> None:
+    """By its bits: an exponent of 0, and a mantissa that is no integer's."""
+    model = Model(models("tiny", "F16"))
+
+    def converted(file: GGUFFile, info: TensorInfo) -> Tensor:
+        right = values_of(file, info).half()
+        bits = right.view(torch.int16)
+        sign, mantissa = torch.where(bits < 0, -1.0, 1.0), (bits & 0x3FF).float()
+        return torch.where(bits & 0x7C00 == 0, sign * wrongly(mantissa), right.float())
+
+    wrong = [reading(op, converted) for op in model.graph if op.kind in ("linear", "embedding")]
+    path = traced(model.graph.changed(*wrong), model.file, tmp_path / "t.trace", TOKENS, n_decode=0)
+    (finding,) = check_trace(path, model).findings
+    assert finding.mistake == "weight_subnormal"
+    assert finding.text.endswith(f"float16 numbers that are subnormal, below 6.1e-5, are {words}.")
 
 
 def test_an_operand_that_is_read_transposed_is_told(tiny: Callable[[str], Path], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from tracediff.names import local_name
 from tracediff.result import Local, OpResult, Result, Said, Storage
 
 _Fits = list[tuple[OpResult, Local]]
+_FEW = 3  # names that are listed
 _MATMULS = ("linear", "linear_id", "mul_mat", "of_latent", "scores", "weighted_values")
 _FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _Places = dict[str, list[OpResult]]  # by arithmetic
@@ -58,8 +59,15 @@ def _said(fits: _Fits) -> Iterator[str]:
         made = f"{count(anew, 'record')} of products that were made once more, not of those that were recorded"
         yield f"{made}: a fused kernel, no fault"
     if passing:
-        linear = [local.sharpness for op, local in passing if op.kind == "linear" and len(local.segment) == 1]
-        seen = f"; a scale error of {number(max(linear))} in a matmul shows" if linear else ""
+        linear = [(op, local) for op, local in passing if op.kind == "linear" and len(local.segment) == 1]
+        names = [*dict.fromkeys(local_name(op.op) for op, _ in linear)]
+        few = len(names) <= _FEW and any(len(local.segment) > 1 for _, local in passing)
+        where = listed(names, _FEW) if few else "a matmul"  # of those between hidden states it says nothing
+        seen = (
+            f"; a scale error of {number(max(local.sharpness for _, local in linear))} in {where} shows"
+            if linear
+            else ""
+        )
         nearest = max(local.excess for _, local in passing)
         yield f"sound ops are within {nearest:.2f} of their bounds{seen}"
 
@@ -72,7 +80,7 @@ def _together(found: _Places) -> str:
         others = set().union(*(of for other, of in names.items() if other != arithmetic))
         own = [*dict.fromkeys(local_name(op.op) for op in ops)]
         is_told = others and others.isdisjoint(own) and len(own) <= len(others)
-        said.append(f"{arithmetic} ({len(ops)}{f': {listed(own, 3)}' * bool(is_told)})")
+        said.append(f"{arithmetic} ({len(ops)}{f': {listed(own, _FEW)}' * bool(is_told)})")
     return " / ".join(said)
 
 

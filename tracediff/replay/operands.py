@@ -108,8 +108,9 @@ def _of(by: Recomputation, record: OpRecord, scheme: Scheme, n_rows: int, n_toke
             break
         own = by.op_of(one)
         arithmetic, (weight, *bias) = arithmetic_of(own, scheme, by.weights), own.weights
-        n = min(n_rows, weight.shape[0])
-        rows.append(rounding_of(arithmetic.stored, weight, by.weights)(by.weights.rows(weight, 0, n).to(x.dtype)))
+        hold = rounding_of(arithmetic.stored, weight, by.weights)
+        n = min(-(-n_rows // hold.n_rows) * hold.n_rows, weight.shape[0])  # rows that share a scale
+        rows.append(hold(by.weights.rows(weight, 0, n).to(x.dtype)))
         y.append(by.values(one).flatten(1)[tokens, :n].to(x.dtype))
         added = by.weights.load(bias[0], x.dtype)[:n] if bias else x.new_zeros(n)
         biases.append(rounding_named(arithmetic.biases)(added))

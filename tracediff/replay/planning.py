@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ _PART, _PART_TOKENS = 1 << 15, 32
 # Values of weights that a layer reads: of 15 million to try mistakes took 12 s and to compose 100, of 0.1 million 10
 # and 5.
 _DEAR = 1 << 21
+_TOLD = 4  # matmuls that are asked what they multiplied, where none tells: all of an engine's round alike
 _ROUNDS = 2  # times that arithmetic is composed with what other sorts told, be it by what was composed for them
 
 
@@ -249,9 +251,8 @@ class Planning:
         if not tells_rounding(self._recomputation, asked[0]):
             told = self._planner.suiting((as_told, *beside(as_told)), *asked) if unlisted(as_told) else ()
             return self._fitting.settle((*told, starts[0]), asked) if told else nothing
-        for record in asked:
-            if any(self._fitting.fits(record, start) for start in starts):
-                continue
+        unfit = (one for one in asked if not any(self._fitting.fits(one, start) for start in starts))
+        for record in islice(unfit, _TOLD):
             for start in starts:
                 ways = ways_told(self._recomputation, record, start)
                 likely = self._planner.suiting([way.of(start) for way in ways], *asked)
@@ -267,16 +268,15 @@ class Planning:
         """What was solved for some sort holds for others where it is as good: whether -128 is among the integers is
         told by few.
         """
-        settled = (choice.schemes[0] for choice in choices.values() if choice.settled)
-        solved = [*dict.fromkeys(way for scheme in settled for way in unlisted(scheme))]
-        for sort, choice in choices.items():
-            (scheme, *others), samples = choice.schemes, self._samples(by_sort[sort])
-            if others or not unlisted(scheme):
-                continue
-            own = {way.part for way in unlisted(scheme)}
-            alike = (way.of(scheme) for way in solved if way.part in own and not way.is_of(scheme))
-            alike = (one for one in alike if all(self._fitting.is_as_good(one, scheme, of) for of in samples))
-            choices[sort] = replace(choice, schemes=(next(alike, scheme),))
+        sole = {sort: choice.schemes[0] for sort, choice in choices.items() if len(choice.schemes) == 1}
+        solved = {sort: unlisted(scheme) for sort, scheme in sole.items() if choices[sort].settled}
+        ways = [*dict.fromkeys(way for of in solved.values() for way in of)]
+        for sort, own in solved.items():
+            scheme, parts = sole[sort], {way.part for way in own}
+            others = [way.of(scheme) for way in ways if way.part in parts and way not in own]
+            samples = self._samples(by_sort[sort]) if others else []
+            alike = (one for one in others if all(self._fitting.is_as_good(one, scheme, of) for of in samples))
+            choices[sort] = replace(choices[sort], schemes=(next(alike, scheme),))
 
     def _of_fine_ways(self, choice: Choice, records: list[OpRecord]) -> Choice:
         """In one of the ways that make so little of a difference, if it leaves far less: without it no rival is asked
