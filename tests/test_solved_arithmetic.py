@@ -115,6 +115,7 @@ def test_what_no_list_has_matches(name: str, weights: str, models: Models, tmp_p
     assert (result.verdict, said(result)) == ("match", {phrase("activations", name)})
 
 
+@pytest.mark.slow
 def test_hidden_states_have_what_the_head_tells(models: Models, tmp_path: Path) -> None:
     model = Model(models(SHAPE, "Q8_0"))
     trace = traced(model, tmp_path / "t.trace", UNLISTED["int8/32 to 127 by bf16"], "layers")
@@ -143,12 +144,18 @@ def test_each_matmul_may_have_a_scale_that_was_measured_beforehand(models: Model
     [
         (in_integers(32, lambda largest: largest / 128, whole=torch.trunc), "a cast where a rounding belongs"),
         (in_integers(32, lambda largest: largest / 255), "integers that overflow, and are cut"),
-        (in_integers(32, lambda largest: largest / 127, lambda scale: scale.round(decimals=3)), "scales of 3 decimals"),
-        (lambda x: torch.where(x.abs() < 0.1 * x.abs().amax(-1, keepdim=True), 0.0, x), "small values left out"),
-        (lambda x: x.clamp(-2, 2), "a clamp"),
+        pytest.param(
+            in_integers(32, lambda largest: largest / 127, lambda scale: scale.round(decimals=3)),
+            "scales of 3 decimals", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda x: torch.where(x.abs() < 0.1 * x.abs().amax(-1, keepdim=True), 0.0, x),
+            "small values left out", marks=pytest.mark.slow,
+        ),
+        pytest.param(lambda x: x.clamp(-2, 2), "a clamp", marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_what_nobody_means_is_a_mistake(wrongly: Rounding, of: str, models: Models, tmp_path: Path) -> None:
     model = Model(models(SHAPE, "F16"))
     trace = traced(model, tmp_path / "t.trace", wrongly)

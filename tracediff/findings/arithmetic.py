@@ -63,8 +63,8 @@ def _said(fits: _Fits) -> Iterator[str]:
         names = [*dict.fromkeys(local_name(op.op) for op, _ in linear)]
         few = len(names) <= _FEW and any(len(local.segment) > 1 for _, local in passing)
         where = listed(names, _FEW) if few else "a matmul"  # of those between hidden states it says nothing
-        least = max((local.sharpness for _, local in linear), default=0.0)
-        seen = f"; a scale error of {number(least)} in {where} shows" if linear else ""
+        shows = max((local.sharpness for _, local in linear), default=0.0)
+        seen = f"; a scale error of {number(shows)} in {where} shows" if linear else ""
         nearest = max(local.excess for _, local in passing)
         yield f"sound ops are within {nearest:.2f} of their bounds{seen}"
 

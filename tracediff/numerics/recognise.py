@@ -20,7 +20,6 @@ _SPREAD = 6.0  # standard deviations that a value may be seen from where it is
 _NEAR = 0.01  # of a step: as near to where it is, for scales differ by their last digits
 _SEEN = 0.995  # of the values that must lie where a rounding takes them: single ones turn
 _COARSE = 0.1  # of a step: what is seen less well than that tells no integers
-_MOST = 0.3  # NMSE: four bits of rows whose largest value is eight times the RMS leave 0.11
 _LARGEST = 320.0  # the scale is no smaller a part of the largest value; finer lattices are those of whole rows alone
 _DENSITY = 10  # of the lattices that are tried from one to that
 _ON_IT = 0.95  # mean of exp(2 pi i x / scale) of values on the lattice; of 12 others it is as large once in 1e14
@@ -44,9 +43,9 @@ class _Lattice(NamedTuple):
 
 def recognised(x: Tensor, seen: Tensor, spread: Tensor) -> list[str]:
     """The names of roundings that take x [T, n] to what was seen of it, which has a standard deviation [n], the nearest
-    first; none where x is as it was, or far from it.
+    first; none where x is as it was.
     """
-    if _share("f64", x, seen, spread) >= _SEEN or float((seen - x).square().sum()) > _MOST * float(x.square().sum()):
+    if _share("f64", x, seen, spread) >= _SEEN:
         return []
     shares = {name: share for share, name in _named(x, seen, spread)}
     return sorted(shares, key=lambda name: -shares[name])

@@ -459,7 +459,8 @@ def unlisted(scheme: Scheme) -> list[Way]:
 def _way_named(name: str) -> Way | None:
     """A way by its name, of activations, matrices and caches in any rounding."""
     short = _shortly(name)
-    found = re.fullmatch(rf"(activations|matrices|(?:KV|K|V) cache) in (.+/\w+(?:{RULE})?|\w+{BY}\S+)", short)
+    in_any = rf".+/\w+(?:{RULE})?|(?:narrow )?\w+{BY}\S+"
+    found = re.fullmatch(rf"(activations|matrices|(?:KV|K|V) cache) in ({in_any})", short)
     if not found:
         return _BY_NAME.get(name)
     part, rounding = found[1], found[2]

@@ -113,10 +113,11 @@ class Planning:
         """
         mistaken: dict[Sort, bool] = {}
         heard: dict[Sort, set[tuple[Way | Scheme, bool]]] = {}
-        for _ in range(_ROUNDS):
+        by_themselves = {sort for sort in choices if all(sort.held)}  # which tell segments, where a step is a pass
+        for sorts in (by_themselves, choices.keys() - by_themselves) * _ROUNDS:
             known = self._known(choices, by_sort)
             told: set[tuple[Way | Scheme, bool]] = {(one.ways[0], one.surely) for one in _best(known).values()}
-            for sort in sorted(choices, key=lambda sort: -sort.n_tokens):  # the longest steps tell most
+            for sort in sorted(filter(sorts.__contains__, choices), key=lambda sort: -sort.n_tokens):  # these tell most
                 choice, elsewhere = choices[sort], _elsewhere(sort, choices)
                 in_longer = (scheme for other in elsewhere.longer for scheme in other.schemes)
                 hears = told | {(scheme, False) for scheme in (*elsewhere.sole, *in_longer)}
