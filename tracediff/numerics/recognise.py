@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tracediff.numerics.roundings import by_rule, calibrated, is_calibrated, rounding_named
 
+_LISTED = ("q8_0", "stored q8_0", "q8_K", "older q8_K")
 # What integers of groups are called, more usual ones first; truncated ones are a mistake.
 _KINDS = (
     "int8", "away int8", "uint8", "even uint8", "wide int8", "divided int8", "full int8", "fp8", "mxfp8", "int4",
@@ -19,6 +20,7 @@ _LEAST = 8  # values that share a scale
 _SPREAD = 6.0  # standard deviations that a value may be seen from where it is
 _NEAR = 0.01  # of a step: as near to where it is, for scales differ by their last digits
 _SEEN = 0.995  # of the values that must lie where a rounding takes them: single ones turn
+_DIGITS = 3  # of that share: of what differs by less the more usual comes first
 _COARSE = 0.1  # of a step: what is seen less well than that tells no integers
 _LARGEST = 320.0  # the scale is no smaller a part of the largest value; finer lattices are those of whole rows alone
 _DENSITY = 10  # of the lattices that are tried from one to that
@@ -47,7 +49,7 @@ def recognised(x: Tensor, seen: Tensor, spread: Tensor) -> list[str]:
     """
     if _share("f64", x, seen, spread) >= _SEEN:
         return []
-    shares = {name: share for share, name in _named(x, seen, spread)}
+    shares = {name: round(share, _DIGITS) for share, name in _named(x, seen, spread)}
     return sorted(shares, key=lambda name: -shares[name])
 
 
@@ -67,12 +69,13 @@ def _share(name: str, x: Tensor, seen: Tensor, spread: Tensor) -> float:
 def _names(x: Tensor, seen: Tensor, spread: Tensor) -> Iterator[str]:
     """What it may be."""
     sizes = group_sizes(x.shape[-1])
+    yield from (name for name in _LISTED if rounding_named(name).divides(x.shape[-1]))
     for size in ("row", "tensor", *sizes[1:]):
         yield from (f"{kind}/{size}" for kind in _KINDS)
     for size in sizes:
         lattice = _lattice(x, seen, spread, size)
         if lattice is not None:
-            for name in _by_lattice(lattice, "row" if size == sizes[0] else str(size)):
+            for name in _by_lattice(x, lattice, "row" if size == sizes[0] else str(size)):
                 yield from (name, f"narrow {name}") if is_calibrated(name) else (f"{at}{name}" for at in _ENDS)
 
 
@@ -116,12 +119,19 @@ def _scale(values: Tensor, largest: Tensor, spread: Tensor) -> Tensor | None:
     return None
 
 
-def _by_lattice(lattice: _Lattice, size: str) -> Iterator[str]:
+def is_of_one_token(largest: Tensor, scale: float) -> bool:
+    """Whether a scale of tokens whose `largest` magnitudes [T] are these is that of one of them, which has not the
+    largest of all: no calibration's, then.
+    """
+    return bool((((largest / (127 * scale) - 1).abs() < _CONSTANT) & (largest < largest.amax())).any())
+
+
+def _by_lattice(x: Tensor, lattice: _Lattice, size: str) -> Iterator[str]:
     """The rules that give these scales."""
     _, largest, scales, farthest = lattice
     bits = 2 + math.floor(math.log2(max(1, farthest - 1)))  # the farthest may be one more below 0
     name, lasts = f"int{bits}/{size}", largest / scales
-    if _is_constant(scales) and bits == 8:
+    if _is_constant(scales) and bits == 8 and not is_of_one_token(x.abs().amax(-1), float(scales.mean())):
         yield calibrated("int8", float(scales.mean()))
     last, end = float(lasts.median()), 2.0 ** (bits - 1)
     usual = [of for of in (end - 1, end - 0.5, end) if abs(of / last - 1) < 0.01]

@@ -459,7 +459,7 @@ def unlisted(scheme: Scheme) -> list[Way]:
 def _way_named(name: str) -> Way | None:
     """A way by its name, of activations, matrices and caches in any rounding."""
     short = _shortly(name)
-    in_any = rf".+/\w+(?:{RULE})?|(?:narrow )?\w+{BY}\S+"
+    in_any = rf"(?:(?! and ).)+/\w+(?:{RULE})?|(?:narrow )?\w+{BY}\S+"
     found = re.fullmatch(rf"(activations|matrices|(?:KV|K|V) cache) in ({in_any})", short)
     if not found:
         return _BY_NAME.get(name)

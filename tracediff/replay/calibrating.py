@@ -10,6 +10,7 @@ import numpy as np
 
 from tracediff.model.graph import Op
 from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.recognise import is_of_one_token
 from tracediff.numerics.roundings import CALIBRATED, calibrated
 from tracediff.numerics.schemes import EXACTLY, cached_in, way_in
 from tracediff.replay.fitting import Fitting
@@ -99,7 +100,8 @@ class Calibrating:
             return matmul.left([calibrated(name, scale) for scale in scales])
 
         for name, scale in _by_scales(float(matmul.x.abs().max()), left, matmul.left(["f64"])[0]):
-            yield way_in("activations", calibrated(name, scale)).of(scheme)
+            if not is_of_one_token(matmul.largest, scale):
+                yield way_in("activations", calibrated(name, scale)).of(scheme)
 
     def _of_cache(self, record: OpRecord, op: Op, scheme: Scheme, before: float) -> Iterator[Scheme]:
         """The scheme with the best scale of each type for K or V, where it leaves less than it does, which is so much

@@ -31,10 +31,11 @@ _UNIT = 2.0**-24
 @dataclass(frozen=True, slots=True)
 class Matmul:
     """Activations x [T, n], some rows [m, n] of the matrices that they were multiplied with, what came out, y [T, m],
-    and by how much that is `off`; all float64.
+    and by how much that is `off`; all float64. The `largest` magnitudes are those of all tokens, these or more.
     """
 
     x: Tensor
+    largest: Tensor
     rows: Tensor
     y: Tensor
     off: Tensor
@@ -102,7 +103,7 @@ def _of(by: Recomputation, record: OpRecord, scheme: Scheme, n_rows: int, n_toke
         return None
     x = by.inputs(record.step, op, scheme, record.rows)[0].exact.flatten(1)
     tokens = slice(None, None, max(1, len(x) // n_tokens))
-    x, rows, y, biases = x[tokens], [], [], []
+    largest, x, rows, y, biases = x.abs().amax(-1), x[tokens], [], [], []
     for one in _products(by, record, op):
         if n_rows <= 0:
             break
@@ -117,7 +118,7 @@ def _of(by: Recomputation, record: OpRecord, scheme: Scheme, n_rows: int, n_toke
         n_rows -= n
     matrix, out = torch.cat(rows), torch.cat(y, 1)
     off = out - torch.cat(biases) - x @ matrix.T
-    return Matmul(x, matrix, out, off) if bool(off.isfinite().all()) else None
+    return Matmul(x, largest, matrix, out, off) if bool(off.isfinite().all()) else None
 
 
 def _is_plain(op: Op) -> bool:
