@@ -215,7 +215,7 @@ def is_calibrated(name: str) -> bool:
 def rounding_named(name: str) -> Rounding:
     """A rounding by its name: one of `_KNOWN`, or in groups of N values, rows, all heads of a token or whole tensors,
     intB/N or uintB/N of B bits, fp8/N, nf4/N, affineB/N with offsets; with RxN in blocks of R rows. intB may be
-    truncated, full or wide.
+    truncated, full or wide, and of a rule of its own (`by_rule`), or int8 by a scale (`calibrated`).
 
     With `f16 ` or `bf16 ` before it values were held in that before; scales of nf4 and affineB are then kept in it too,
     others in float32. Two with ` then ` between: held in one, and read as the other. Raises EngineError for any other
@@ -239,8 +239,9 @@ def rounding_named(name: str) -> Rounding:
     if not found or int(found[3]) not in bits:
         raise EngineError(
             f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values, RxN of R "
-            "rows, row, token or tensor; `truncated `, `full `, `wide `, `divided ` or `away ` before intB, `even ` "
-            "before uintB), fp8/N, mxfpB/N, affineB/N, nf4/N (`f16 ` or `bf16 ` before it: of values that were held in "
+            "rows, row, token or tensor; `truncated `, `full `, `wide `, `divided `, `away `, `narrow ` or `flipped ` "
+            "before intB, `even ` before uintB), intB/N to L (the largest becomes L; then ` in ` or ` by ` f16, bf16 or "
+            "2^n: scales kept so, quotients by what they were or by them), int8 by S (a scale S), fp8/N, mxfpB/N, affineB/N, nf4/N (`f16 ` or `bf16 ` before it: of values that were held in "
             "these)."
         )
     held, size = _KNOWN[found[1] or "f32"], _SIZES.get(found[4]) or int(found[6] or 0)

@@ -254,7 +254,9 @@ class Planning:
             return self._fitting.settle((*told, starts[0]), asked) if told else nothing
         unfit = (one for one in asked if not any(self._fitting.fits(one, start) for start in starts))
         for record in islice(unfit, _TOLD):
-            for start in starts:
+            # One for each way in which matrices are held.
+            by_matrices = {self._planner.arithmetic(record, start).stored: start for start in reversed(starts)}
+            for start in reversed(by_matrices.values()):
                 ways = ways_told(self._recomputation, record, start)
                 likely = self._planner.suiting([way.of(start) for way in ways], *asked)
                 if likely:  # one record may not tell two of them apart
