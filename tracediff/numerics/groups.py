@@ -136,10 +136,19 @@ class Held(Signed):
     """
 
     turns: ClassVar[bool] = False
+    below: ClassVar[int] = 1  # integers beyond -127 of 8 bits
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of as many on both sides of 0."""
-        return _grid_in_type(self, x, 2.0 ** (self.bits - 1) - 1)
+        """Of 127 on both sides of 0, and one more below."""
+        last = 2.0 ** (self.bits - 1) - 1
+        return _grid_in_type(self, x, last, -last - self.below)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldNarrow(Held):
+    """The same of as many integers on both sides of 0, as clamp(-127, 127) leaves them."""
+
+    below: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,7 @@ class HeldFP8(FP8):
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Up to 448 on both sides of 0."""
-        return _grid_in_type(self, x, 448.0)
+        return _grid_in_type(self, x, 448.0, -448.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +175,14 @@ class TypedFP8(FP8):
         return quotients_of(blocks, scale).clamp_(-448.0, 448.0), scale, torch.zeros_like(scale)
 
 
-def _grid_in_type(of: Blocks, x: Tensor, last: float) -> tuple[Tensor, Tensor, Tensor]:
+def _grid_in_type(of: Blocks, x: Tensor, last: float, least: float) -> tuple[Tensor, Tensor, Tensor]:
     """Quotients of which the largest is `last`, scales and zeros, each rounded to the type that the values had.
 
     Of a scale that was rounded down a quotient is larger, which is cut.
     """
     blocks = of.of(x).to(of.before)
     scale = divided(of.largest(blocks), last)
-    quotients = quotients_of(blocks, scale).float().clamp_(-last - 1, last)
+    quotients = quotients_of(blocks, scale).float().clamp_(least, last)
     return quotients, scale.float(), torch.zeros_like(scale).float()
 
 

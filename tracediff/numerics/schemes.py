@@ -257,7 +257,7 @@ def _ways() -> Iterator[Way]:
 # Rows are a head's: with a scale each, be it kept in float16, or a minimum too (lmdeploy); or one for a token's heads.
 _INTEGER_CACHES = (
     *("int8/row", "q8_0/row", "stored q8_0/row", "shifted8/row", "int8/token"), "stored q8_0", "q8_0 across heads",
-    *(f"{held} held int8/row then {held}" for held in HALVES),
+    *(f"{held} {of}held int8/row then {held}" for held in HALVES for of in ("", "narrow ")),
 )  # fmt: skip
 _READ = (*HALVES, *TF32S)  # types that both operands are multiplied in
 _EXPONENTIALS = {
