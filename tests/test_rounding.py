@@ -248,3 +248,14 @@ def test_truncated_blocks_are_what_a_cast_makes_of_ggmls_reference() -> None:
     got = rounding_named("truncated q8_0")(torch.from_numpy(x.reshape(100, 128)).double())
     np.testing.assert_array_equal(got.numpy(), expected.astype(np.float64).reshape(100, 128))
     assert 0 < (np.abs(integers).max(1) == 126).mean() < 1
+
+
+@pytest.mark.parametrize(("name", "least"), [("held int8/row", -128), ("narrow held int8/row", -127)])
+def test_integers_in_the_type_of_the_values_end_where_their_author_clamps_them(name: str, least: int) -> None:
+    """As PyTorch computes them in bfloat16: a scale that was rounded down makes of the least value -128."""
+    x = torch.randn(400, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    quotients = (x / scale).round()
+    expected = (quotients.clamp(least, 127) * scale).float()
+    assert bool((quotients < -127).any())
+    assert torch.equal(rounding_named(f"bf16 {name} then bf16")(x.float()), expected)
