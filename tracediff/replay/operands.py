@@ -80,7 +80,7 @@ def ways_told(by: Recomputation, record: OpRecord, scheme: Scheme) -> list[Way]:
 
 
 def _of_table(by: Recomputation, record: OpRecord, op: Op, _: Scheme) -> list[str]:
-    rows, seen = by.op(record, op, EXACTLY, "f64").exact.flatten(1), by.values(record).flatten(1).to(torch.float64)
+    rows, seen = by.op(record, op, EXACTLY, "f64").exact.flatten(1).cpu(), by.values(record).flatten(1).double().cpu()
     return recognised(rows, seen, _UNIT * seen.abs().amax(-1, keepdim=True)) if bool(seen.isfinite().all()) else []
 
 
@@ -89,7 +89,7 @@ def _of_activations(by: Recomputation, record: OpRecord, op: Op, scheme: Scheme)
     n = op.weights[0].shape[-1] if _is_plain(op) else _WIDEST + 1
     matmul = _of(by, record, scheme, math.ceil(n * _ROWS) + _MORE, _TOKENS) if n <= _WIDEST else None
     solved = matmul.solved() if matmul else None
-    return recognised(matmul.x, *solved) if matmul and solved else []
+    return recognised(matmul.x.cpu(), *(of.cpu() for of in solved)) if matmul and solved else []
 
 
 def matmul_of(by: Recomputation, record: OpRecord, scheme: Scheme) -> Matmul | None:
