@@ -34,7 +34,7 @@ def traced(model: Model, out: Path, short: torch.dtype, capture: Capture = "all"
     return trace_graph(graph, model.file, out, PROMPT, PROMPT[:2], capture=capture)
 
 
-@pytest.mark.parametrize("weights", ["F16", "Q8_0"])
+@pytest.mark.parametrize("weights", [pytest.param("F16", marks=pytest.mark.slow), "Q8_0"])
 @pytest.mark.parametrize(("short", "words"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
 def test_a_product_is_rounded_before_its_bias(
     short: torch.dtype, words: str, weights: str, models: Models, tmp_path: Path

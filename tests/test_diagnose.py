@@ -711,6 +711,7 @@ def test_what_leaks_where_0_belongs_is_not_called_rounding() -> None:
     assert "should be 0" not in describe(few.flip(0), few, ("channel",))
 
 
+@pytest.mark.slow
 def test_a_number_that_no_list_holds_is_told_from_hidden_states(models, tmp_path: Path) -> None:
     """In all layers alike: fitted to one of them, it holds in the others."""
     model = models("qwen2")

@@ -54,7 +54,7 @@ def test_other_attention_has_one_form(tiny: Tiny) -> None:
     assert expanded(load_graph(tiny("gemma2"))) is None
 
 
-@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
 def test_an_engine_that_caches_keys_and_values_of_each_head_is_right(capture: str, tiny: Tiny, tmp_path: Path) -> None:
     """In float16, which rounds others than the latent: that alone was wrong by 2e-8."""
     model = Model(tiny("deepseek2"))

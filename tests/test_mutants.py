@@ -70,9 +70,9 @@ def test_what_follows_a_mistake_does_not_choose_the_arithmetic(bench: Bench, old
             "the output's number of channels of a head is taken for the number of keys; it is 48; elsewhere the",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "q_size = n.n_head * D", "q_size = n.n_head * S", ("llama", "F32"),
-            "the number of channels is taken for 72; it is 256",
+            "the number of channels is taken for 72; it is 256", marks=pytest.mark.slow,
         ),
         (
             "*const keys = s->k_rope + il * MAX_TOKENS", "*const keys = s->k_rope + il + MAX_TOKENS", ("qwen3", "F32"),

@@ -180,7 +180,7 @@ def test_a_planted_fault_is_named(models: Models, torch_trace: Callable[..., Pat
 # ---- Two sides with other rows
 
 
-@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
 def test_rows_that_were_recorded_are_what_others_read(capture: Capture, models: Models, tmp_path: Path) -> None:
     """K and V of a step's recorded tokens were recomputed with those of all its tokens, as they should have been: what
     read them in the next layer, and in the next step, was called mistaken.
