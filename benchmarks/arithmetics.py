@@ -212,14 +212,17 @@ class Engine:
         return torch.einsum("hqk,khd->qhd", self._as("attention", probs), self._as("attention", v)).flatten(1)
 
 
+def _parts(is_unlisted: bool) -> Mapping[str, Sequence[str]]:
+    return {**PARTS, "activations": UNLISTED} if is_unlisted else PARTS
+
+
 def drawn(number: int, seed: int, is_unlisted: bool) -> Run:
     """The run of this number: one of each family, weight type and capture, and then again with other roundings."""
-    parts = {**PARTS, "activations": UNLISTED} if is_unlisted else PARTS
     rng = random.Random(f"{seed} {number}")
     family = [*SHAPES][number % len(SHAPES)]
     weights = WEIGHTS[number // len(SHAPES) % len(WEIGHTS)]
     capture = [*CAPTURES][number // len(SHAPES) // len(WEIGHTS) % len(CAPTURES)]
-    rounded = {part: rng.choice(ways) for part, ways in parts.items() if rng.random() < 0.5}
+    rounded = {part: rng.choice(ways) for part, ways in _parts(is_unlisted).items() if rng.random() < 0.5}
     return Run(family, weights, capture, rounded, rng.choice(LENGTHS), rng.random() < 0.5)
 
 
@@ -244,14 +247,14 @@ _HEAD = """# Right runs in arithmetics that nobody listed
 
 {about} Written by
 
-    python benchmarks/arithmetics.py --seed {seed} --runs {n} --out docs/arithmetics.md
+    python benchmarks/arithmetics.py --seed {seed} --runs {n}{unlisted} --out PAGE
 
 A prompt of {lengths} random tokens and {n_decode} decode steps of {families} in {weights}, recorded with every op or
 with its hidden states alone. {n} runs, of which {n_rounded} round in two parts or more. None has a mistake, so none may
 diverge. *Undecided*: the report says of some record that its roundings may hide any mistake."""
 
 
-def page(runs: Sequence[Run], seed: int) -> str:
+def page(runs: Sequence[Run], seed: int, is_unlisted: bool) -> str:
     """The document."""
     about = " ".join((__doc__ or "").split("\n\n")[2].split())
     counts = Counter((run.capture, run.verdict) for run in runs)
@@ -265,17 +268,19 @@ def page(runs: Sequence[Run], seed: int) -> str:
         about=textwrap.fill(about, 118),
         seed=seed,
         n=len(runs),
+        unlisted=" --unlisted" * is_unlisted,
         lengths=" or ".join(map(str, LENGTHS)),
         n_decode=N_DECODE,
         families=", ".join(SHAPES),
         weights=", ".join(WEIGHTS),
         n_rounded=sum(len(run.rounded) > 1 for run in runs),
     )
-    ways = table(("part", "as it is, or rounded to"), ((part, ", ".join(ways)) for part, ways in PARTS.items()))
+    parts = _parts(is_unlisted).items()
+    ways = table(("part", "as it is, or rounded to"), ((part, ", ".join(ways)) for part, ways in parts))
     head_of_rest = "model", "weights", "recorded", "tokens", "rounded", "verdict", "the first finding"
     listed = table(head_of_rest, rest) if rest else "None."
-    parts = head, table(("recorded", *VERDICTS), rows), ways, f"## All that do not match\n\n{listed}"
-    return "\n\n".join(parts) + "\n"
+    counted = table(("recorded", *VERDICTS), rows)
+    return "\n\n".join((head, counted, ways, f"## All that do not match\n\n{listed}")) + "\n"
 
 
 def _said(run: Run) -> str:
@@ -306,7 +311,7 @@ def main() -> int:
                 said = f"{run.family}, {run.weights}, {CAPTURES[run.capture]}, {run.n_prompt} tokens, {_said(run)}"
                 print(f"{number}: {said}: {run.verdict}", run.why, flush=True)
     if arguments.out:
-        arguments.out.write_text(page(runs, arguments.seed))
+        arguments.out.write_text(page(runs, arguments.seed, arguments.unlisted))
     return int(any(run.verdict == "diverged" for run in runs))
 
 
