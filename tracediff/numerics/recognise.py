@@ -131,7 +131,8 @@ def _by_lattice(x: Tensor, lattice: _Lattice, size: str) -> Iterator[str]:
     _, largest, scales, farthest = lattice
     bits = 2 + math.floor(math.log2(max(1, farthest - 1)))  # the farthest may be one more below 0
     name, lasts = f"int{bits}/{size}", largest / scales
-    if _is_constant(scales) and bits == 8 and not is_of_one_token(x.abs().amax(-1), float(scales.mean())):
+    several = len(x) > 1  # of one token its own scale is a constant, too
+    if several and _is_constant(scales) and bits == 8 and not is_of_one_token(x.abs().amax(-1), float(scales.mean())):
         yield calibrated("int8", float(scales.mean()))
     last, end = float(lasts.median()), 2.0 ** (bits - 1)
     usual = [of for of in (end - 1, end - 0.5, end) if abs(of / last - 1) < 0.01]

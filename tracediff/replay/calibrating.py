@@ -93,7 +93,7 @@ class Calibrating:
     def _of_activations(self, record: OpRecord, scheme: Scheme) -> Iterator[Scheme]:
         """The scheme with the best scale of each type for what a matmul reads."""
         matmul = matmul_of(self._recomputation, record, scheme)
-        if matmul is None:
+        if matmul is None or len(matmul.largest) == 1:  # of one token its own scale would do
             return
 
         def left(name: str, scales: Iterable[float]) -> Sequence[float]:
