@@ -42,8 +42,8 @@ def details(result: Result) -> Iterator[str]:
         below = "" if op.op in result.findings[0].ops else ", listed below"
         at = f"first at {op.op}{in_step(op.step, result)}{below}"
         if op.local:
-            is_number = op.cause and math.isfinite(op.cause.nmse)
-            undone = f", with the cause undone {number(op.cause.nmse)}" if op.cause and is_number else ""
+            left = op.cause.nmse if op.cause else math.nan
+            undone = f", with the cause undone {number(left)}" if math.isfinite(left) else ""
             is_single = op.local.nmse <= op.local.floor and op.local.excess > 1  # and not all of them together
             beyond = (
                 f"; single values are off by up to {number(op.local.excess)} times their bounds" if is_single else ""

@@ -33,11 +33,10 @@ _CLIPPED = 0.85
 
 
 class _Lattice(NamedTuple):
-    """Groups of `size` values that are multiples of a scale each: the `largest` of each, its `scales`, and how many of
-    these the farthest is.
+    """Groups of values that are multiples of a scale each: the `largest` of each, the `scales`, and how many of these
+    the farthest is.
     """
 
-    size: int
     largest: Tensor
     scales: Tensor
     farthest: int
@@ -94,7 +93,7 @@ def _lattice(x: Tensor, seen: Tensor, spread: Tensor, size: int) -> _Lattice | N
         return None
     at, scales = torch.tensor([i for i, _ in found]), torch.stack([scale for _, scale in found])
     farthest = int((values[at].abs().amax(-1) / scales).round().amax())
-    return _Lattice(size, largest[at], scales, farthest)
+    return _Lattice(largest[at], scales, farthest)
 
 
 def _scale(values: Tensor, largest: Tensor, spread: Tensor) -> Tensor | None:
@@ -128,7 +127,7 @@ def is_of_one_token(largest: Tensor, scale: float) -> bool:
 
 def _by_lattice(x: Tensor, lattice: _Lattice, size: str) -> Iterator[str]:
     """The rules that give these scales."""
-    _, largest, scales, farthest = lattice
+    largest, scales, farthest = lattice
     bits = 2 + math.floor(math.log2(max(1, farthest - 1)))  # the farthest may be one more below 0
     name, lasts = f"int{bits}/{size}", largest / scales
     several = len(x) > 1  # of one token its own scale is a constant, too

@@ -86,7 +86,7 @@ def _of_table(by: Recomputation, record: OpRecord, op: Op, _: Scheme) -> list[st
 
 def _of_activations(by: Recomputation, record: OpRecord, op: Op, scheme: Scheme) -> list[str]:
     """None by matrices of fewer rows than columns together, or where these are others than the scheme has them."""
-    n = op.weights[0].shape[-1] if _is_plain(op) else _WIDEST + 1
+    n = op.weights[0].shape[-1]
     matmul = _of(by, record, scheme, math.ceil(n * _ROWS) + _MORE, _TOKENS) if n <= _WIDEST else None
     solved = matmul.solved() if matmul else None
     return recognised(matmul.x.cpu(), *(of.cpu() for of in solved)) if matmul and solved else []

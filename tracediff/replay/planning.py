@@ -148,7 +148,7 @@ class Planning:
         return found
 
     def _calibrate(self, choices: dict[Sort, Choice], by_sort: Mapping[Sort, list[OpRecord]]) -> None:
-        """Caches by scales of their own, where nothing else fits."""
+        """Caches and activations by scales of their own, where nothing else fits."""
         for sort in sorted(choices, key=lambda sort: -sort.n_tokens):  # the longest steps tell most
             if not choices[sort].settled:
                 in_longer = _elsewhere(sort, choices).by_op

@@ -20,6 +20,7 @@ _OF_32, _OF_256 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1"), ("Q4_K", "Q5_K")
 _WITH_MINIMA, _IN_PARTS = ("Q2_K", *_OF_256), ("Q2_K", "Q3_K", *_OF_256, "Q6_K", "IQ4_XS")
 _WITH_MINIMUM, _WITH_HIGH = ("Q4_1", "Q5_1", *_WITH_MINIMA), ("Q5_0", "Q5_1", "Q3_K", "Q5_K", "Q6_K")
 _OFFSET, _ALL = ("Q4_0", "Q5_0", "Q3_K", "Q6_K"), tuple(FIELDS)
+_BY_FLOAT16 = tuple(type_ for type_ in _ALL if type_ != "MXFP4")
 _IN_TABLE = ("MXFP4", "IQ4_NL", "IQ4_XS")
 
 
@@ -55,11 +56,16 @@ def _naive(scales: np.ndarray) -> np.ndarray:
     return np.concatenate((scales[:, :4], scales[:, 4:] & 15), 1)
 
 
-def _subnormals(bits: np.ndarray, times: float, more: float) -> np.ndarray:
-    """Float16 where subnormal numbers, below 2^-14, are so many times what they are, and so much larger."""
-    right = bits.view(np.float16).astype(np.float32)
-    other = times * right + np.copysign(more, right)
+def subnormals(right: np.ndarray, times: float, more: float) -> np.ndarray:
+    """Float16 as float32, where subnormal numbers, below 2^-14, are so many times what they are, and so much larger."""
+    right = right.astype(np.float32)
+    other = times * right + np.copysign(np.float32(more), right)
     return np.where(np.abs(right) < 2.0**-14, other, right)
+
+
+def _subnormals(bits: np.ndarray, times: float, more: float) -> np.ndarray:
+    """The same of their bits."""
+    return subnormals(bits.view(np.float16), times, more)
 
 
 _SCALES = (
@@ -74,17 +80,17 @@ _SCALES = (
     BlockMistake("block_scale", "all blocks of {} have the scale of the tensor's first", _ALL,
                  lambda f: f.of(0 * _at(f))),
     BlockMistake("block_scale_bits", "{}'s scales, which are float16, are read as bfloat16",
-                 tuple(type_ for type_ in _ALL if type_ != "MXFP4"),
+                 _BY_FLOAT16,
                  lambda f: replace(f, read=lambda bits: to_float(bits, "bf16"))),
     BlockMistake("block_scale_subnormal", "{}'s float16 scales are 0 where they are subnormal, below 6.1e-5",
-                 tuple(type_ for type_ in _ALL if type_ != "MXFP4"),
+                 _BY_FLOAT16,
                  lambda f: replace(f, read=lambda bits: _subnormals(bits, 0.0, 0.0))),
     BlockMistake("block_scale_subnormal",
                  "{}'s float16 scales are read as if none was subnormal: those below 6.1e-5 as 2^-15 (1 + m)",
-                 tuple(type_ for type_ in _ALL if type_ != "MXFP4"),
+                 _BY_FLOAT16,
                  lambda f: replace(f, read=lambda bits: _subnormals(bits, 0.5, 2.0**-15))),
     BlockMistake("block_scale_subnormal", "{}'s float16 scales are half of what they are where they are subnormal",
-                 tuple(type_ for type_ in _ALL if type_ != "MXFP4"),
+                 _BY_FLOAT16,
                  lambda f: replace(f, read=lambda bits: _subnormals(bits, 0.5, 0.0))),
     BlockMistake("q4_k_scales", "{}'s 6-bit scales of sub-blocks 4 to 7 are unpacked like those of the first four",
                  _OF_256, lambda f: _scales(f, _naive), "aprender#2141"),

@@ -8,6 +8,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.mistakes.blocks import subnormals
 from tracediff.diagnose.mistakes.masks import SOFTMAX
 from tracediff.diagnose.mistakes.mistake import (
     MATMUL,
@@ -108,8 +109,7 @@ def _subnormal(op: Op, context: Context) -> Variants:
 
 
 def _with_subnormals(file: GGUFFile, info: TensorInfo, times: float, more: float) -> Tensor:
-    right = values_of(file, info).float()  # half of the least of them is none
-    return torch.where(right.abs() < 2.0**-14, times * right + torch.copysign(torch.tensor(more), right), right)
+    return torch.from_numpy(subnormals(values_of(file, info).numpy(), times, more))
 
 
 def cut_off(what: str) -> Iterator[tuple[Rounding, str]]:
