@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from tracediff.audit.causes import residual
-from tracediff.audit.unlisted import ROWS, group_sizes, in_groups, unlisted
+from tracediff.audit.unlisted import ROWS, in_groups, unlisted
+from tracediff.numerics.sizes import group_sizes
 
 # Of the error that the requantisation makes so much may be left: formulas differ in the last bit of a scale, and a
 # value on a boundary goes the other way.

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from tracediff.audit.causes import chunks, residual, rounded_to
+from tracediff.numerics.sizes import group_sizes
 
 ROWS = 128  # looked at before the whole matrix: as many as share a scale, at most
-_LEAST = 8  # values that share a scale
 # A group has one level for so many different values at most, or it says nothing that there are levels.
 _LEVELS = 0.75
 # A value may lie beyond the middle of two levels by so large a part of what reaches from one end of the group to the
@@ -33,11 +33,6 @@ def unlisted(expected: np.ndarray, held: np.ndarray) -> str | None:
     if residual(expected.reshape(-1), held.reshape(-1)) ** 2 > _MOST:
         return None
     return _to_levels(expected, held) or _to_short_floats(expected, held) or _to_steps(expected, held)
-
-
-def group_sizes(n_in: int) -> Iterator[int]:
-    """How many values of a row of n_in may share a scale, the most first."""
-    return (size for size in range(n_in, _LEAST - 1, -1) if n_in % size == 0)
 
 
 def in_groups(size: int, n_in: int) -> str:

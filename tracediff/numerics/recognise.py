@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tracediff.numerics.roundings import by_rule, calibrated, is_calibrated, rounding_named
+from tracediff.numerics.sizes import group_sizes
 
 _LISTED = ("q8_0", "stored q8_0", "q8_K", "older q8_K")
 # What integers of groups are called, more usual ones first; truncated ones are a mistake.
@@ -16,7 +17,6 @@ _KINDS = (
     "uint4", "even uint4", "wide int4", "full int4", "mxfp4", "int6", "int16",
 )  # fmt: skip
 _ENDS = ("", "narrow ", "flipped ")  # -128 to 127, -127 to 127, -127 to 128
-_LEAST = 8  # values that share a scale
 _SPREAD = 6.0  # standard deviations that a value may be seen from where it is
 _NEAR = 0.01  # of a step: as near to where it is, for scales differ by their last digits
 _SEEN = 0.995  # of the values that must lie where a rounding takes them: single ones turn
@@ -76,11 +76,6 @@ def _names(x: Tensor, seen: Tensor, spread: Tensor) -> Iterator[str]:
         if lattice is not None:
             for name in _by_lattice(x, lattice, "row" if size == sizes[0] else str(size)):
                 yield from (name, f"narrow {name}") if is_calibrated(name) else (f"{at}{name}" for at in _ENDS)
-
-
-def group_sizes(n_in: int) -> list[int]:
-    """How many values of a row of n_in may share a scale, the most first."""
-    return [size for size in range(n_in, _LEAST - 1, -1) if n_in % size == 0]
 
 
 def _lattice(x: Tensor, seen: Tensor, spread: Tensor, size: int) -> _Lattice | None:
