@@ -85,7 +85,7 @@ PLANTED = {
                "gate_after_norm", "act_ungated", "written_once@blk.1.conv_state_next",
                "conv_window_misplaced", "state_of_another_layer@blk.0.conv_state", "scan_groups",
                "state_space", "bias_twice@blk.1.ssm_dt", "parts_off_by_one@blk.1.ssm_scan"),
-    "gemma2": ("cap_clamped@output_unscaled.scale.tanh",),
+    "gemma2": ("cap_clamped@output_unscaled.scale.tanh", "cap@output_unscaled.scale.tanh"),
     "granitemoe": ("rope_factors_multiplied", "factor_of_another_term"),
     "hunyuan-dense": ("norm_before_rope@blk.1.attn_q_norm",),
     "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2", "conv_acausal"),

@@ -22,14 +22,15 @@ from tracediff.diagnose.mistakes import (
     residual,
     rope,
     rows,
+    soft_caps,
     states,
     sums,
     weights,
 )
 
 _AREAS = (
-    weights, blocks, rows, integers, embedding, norms, order, rope, heads, masks, attention, caches, feed_forward,
-    residual, experts, states, chunks, parts, sums, recorded,
+    weights, blocks, rows, integers, embedding, norms, order, rope, heads, masks, soft_caps, attention, caches,
+    feed_forward, residual, experts, states, chunks, parts, sums, recorded,
 )  # fmt: skip
 BANK = {mistake.name: mistake for area in _AREAS for mistake in area.AREA}
 # What was never added to a sum leaves what a weight of zeros does, and is said first: an engine has many weights.

@@ -29,7 +29,6 @@ from tracediff.numerics.kinds.attention import alibi, scores, softmax, unseen_in
 AREA = Area()
 SCORES = Where(("scores",))
 WITH_CACHE = Where(("scores", "weighted_values"))  # what multiplies with cached keys or values
-_USUAL_CAPS = (50.0, 30.0)  # of Gemma 2, of Grok (llama.cpp, src/models/gemma2.cpp and grok.cpp)
 
 
 def _caps(op: Op, graph: Graph) -> bool:
@@ -339,32 +338,6 @@ def _unshifted(
     of_scores = probs.sum(-1, keepdim=True)
     total = 1 / torch.maximum(probs.amax(-1, keepdim=True), 1 - of_scores)
     return probs * (total / (total * of_scores + sinks.exp()[:, None, None]))
-
-
-@AREA.mistake("softcap_missing", "large scores are not bent by the soft cap", "the soft cap of the scores", SOFTMAX)
-def _no_softcap(op: Op, _: Context) -> Variants:
-    if op.attrs.get("softcap"):
-        yield op.with_attrs(softcap=0.0), f"scores are not capped at {op.attrs['softcap']:g}"
-
-
-def _capped(op: Op, cap: float) -> Variant:
-    right = op.attrs.get("softcap")
-    cap_words, right_words = told_apart(cap, right) if right else (f"{cap:.6g}", "")
-    belongs = f"instead of {right_words}" if right else "where no cap belongs"
-    words = f"scaled scores are bent by a soft cap, {cap_words} * tanh(score / {cap_words}), {belongs}"
-    return Variant(op.with_attrs(softcap=cap), words, fitted=True)
-
-
-@AREA.mistake(
-    "softcap", "scores are bent by another soft cap, or by one where none belongs",
-    "whether this model caps its attention scores, and at what", SOFTMAX,
-    number=Number(lambda op: float(op.attrs.get("softcap") or _USUAL_CAPS[0]), _capped),
-)  # fmt: skip
-def _other_softcap(op: Op, context: Context) -> Variants:
-    right = op.attrs.get("softcap") or 0.0
-    yield from (_capped(op, cap)._replace(fitted=False) for cap in _USUAL_CAPS if cap != right)
-    if context.seen and (number := fitted_attr(op, context, "softcap", (2.0**i for i in range(-2, 12)))):
-        yield _capped(op, number)
 
 
 @AREA.mistake("alibi_missing", "ALiBi's distances are left out", "the bias of the scores", SOFTMAX)

@@ -124,14 +124,6 @@ def _skipped(op: Op, _: Context) -> Variants:
     yield computing(op, lambda x: x), f"{op.kind} is not applied"
 
 
-@AREA.mistake(
-    "cap_clamped", "what a soft cap should bend is cut off at it", "the soft cap: cap * tanh(x / cap), no clamp",
-    Where(("tanh",)),
-)  # fmt: skip
-def _clamped(op: Op, _: Context) -> Variants:
-    yield computing(op, lambda x: x.clamp(-1.0, 1.0)), "values are clamped to -1 and 1, where tanh bends them"
-
-
 _NEAR = (-1, -0.2, 0.2, 1)  # powers of two that a limit may be off by
 Held = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -223,35 +223,18 @@ def is_bent(op: Op) -> bool:
 def _masking(op: Op, value: float, added: bool) -> Variant:
     """The op with `-value` added to the scores that it should hide, or in the place of these."""
     words = f"{-value:g} is added to masked scores" if added else f"masked scores are {-value + 0.0:g}"
-    masked = computing(op, partial(_masked, op, value=value, added=added))
-    return Variant(masked, f"{words}, where minus infinity belongs", fitted=True)
+    changed = computing(op, partial(filled, op, value=value, added=added))
+    return Variant(changed, f"{words}, where minus infinity belongs", fitted=True)
 
 
-def _masked(
+def filled(
     op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *sinks: Tensor, value: float, added: bool, **_: Any
 ) -> Tensor:
+    """The softmax with `-value` added to the scores that it should hide, or in the place of these."""
     plain = {name: attr for name, attr in op.attrs.items() if name not in VISIBLE}
     hides, bias = unseen_in(op.attrs, queries, keys), -value / op.attrs["scale"]
     masked = scores + bias if added else torch.full_like(scores, bias)
     return softmax(torch.where(hides, masked, scores), queries, keys, *sinks, mask=_nothing_hidden, **plain)
-
-
-@AREA.mistake(
-    "cap_after_mask", "scores are masked before the soft cap bends them",
-    "the order of the soft cap and the mask: infinity is bent to the cap", SOFTMAX,
-)  # fmt: skip
-def _cap_after_mask(op: Op, context: Context) -> Variants:
-    if cap := float(op.attrs.get("softcap") or _cap_before(op, context)):
-        words = f"the soft cap is applied after the mask: masked scores are {-cap:g}, where minus infinity belongs"
-        value = math.inf if op.attrs.get("softcap") else cap  # a softmax that bends scores bends that too
-        yield computing(op, partial(_masked, op, value=value, added=False)), words
-
-
-def _cap_before(op: Op, context: Context) -> float:
-    """The cap of scores that are bent by ops of their own: s * tanh(x / s); 0.0 where they are not."""
-    times, *_ = (context.graph.ops.get(name) for name in op.inputs)
-    bent = context.graph.ops.get(times.inputs[0]) if times and times.kind == "scale" else None
-    return float(times.attrs["scale"] * op.attrs["scale"]) if times and bent and bent.kind == "tanh" else 0.0
 
 
 def _given(name: str, op: Op) -> float:
@@ -302,7 +285,7 @@ def _fitted(op: Op, seen: Seen, added: bool) -> float | None:
     value = float(ratio.log() + scaled[other] - (scaled[key] if added else 0.0))
     if not value < 0:
         return None
-    return fitted(lambda x: _masked(op, *seen.inputs, value=x, added=added)[hides], shown[hides], [-value])
+    return fitted(lambda x: filled(op, *seen.inputs, value=x, added=added)[hides], shown[hides], [-value])
 
 
 @AREA.mistake(
