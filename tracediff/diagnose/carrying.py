@@ -79,6 +79,8 @@ def _renamed(found: Hypothesis, ops: Sequence[Op], graph: Graph) -> tuple[Assume
         pairs = zip((*here.reads, *a.reads), (*there.reads, *b.reads), strict=False)
         names = {Read.of(*ours).words(here): Read.of(*theirs).words(there) for ours, theirs in pairs}
         names |= {local_name(w.name): local_name(v.name) for w, v in zip(here.weights, there.weights, strict=False)}
+        held = zip(a.weights, b.weights, strict=False)
+        names |= {Read(w.name).words(here): Read(v.name).words(there) for w, v in held}
         text = _with_names(text, names)
     return (*found.parts[:-1], replace(found.parts[-1], text=text))
 
@@ -86,7 +88,7 @@ def _renamed(found: Hypothesis, ops: Sequence[Op], graph: Graph) -> tuple[Assume
 def _with_names(text: str, names: Mapping[str, str]) -> str:
     """The text with other names of values."""
     known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    return re.sub(rf"(?<![\w.])({known})(?![\w.])(?! of the)", lambda m: names[m[0]], text)
+    return re.sub(rf"(?<![\w.])({known})(?![\w.])(?! of (?:the|layer))", lambda m: names[m[0]], text)
 
 
 def transferred(changed: Op, right: Op, other: Op) -> Op | None:

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tracediff.english import listed
@@ -23,6 +24,8 @@ _FIRST = re.compile(r"^[\w.]+\.(weight|bias) ")  # an op's own; that of a tied h
 _LAST = re.compile(r" \([\w.]+\.weight\)$")
 # What the first layer reads, and each of the others.
 _STREAM = {True: r"(?<![\w.])(token_embd(_scaled)?|inpL)(?![\w.])", False: r"\bffn_residual of the layer before\b"}
+_BESIDE = {"before": -1, "after": 1}
+_BESIDE_IT = re.compile(rf"\bof the layer ({'|'.join(_BESIDE)})\b")
 _IN_LAYER = re.compile(r"\bblk\.(\d+)\.([\w.]*\w)")
 
 
@@ -54,20 +57,33 @@ def findings(ops: Sequence[OpResult], weights: Sequence[WeightResult]) -> tuple[
 
 def _of_ops(ops: Iterable[OpResult]) -> list[_Group]:
     groups: dict[tuple[str, str], _Group] = {}
-    for op in ops:
-        if op.status != "faulty":
-            continue
+    wrong = [op for op in ops if op.status == "faulty"]
+    told = {(op.op, key) for op in wrong if op.cause for said in op.cause.each.items() for _, key in _forms(op, *said)}
+    suits = Counter(key for _, key in told)
+    for op in wrong:
         if not op.cause:
             group = groups.setdefault((local_name(op.op), ""), _Group(None, None))
             group.ops.append(op)
             group.texts.append(op.shape or "")
             continue
-        for mistake, text in op.cause.each.items():
-            alike = pattern(_in_any_op(op, mistake, text))
-            group = groups.setdefault((mistake, alike), _Group(mistake, op.cause.look.get(mistake)))
+        for mistake, said in op.cause.each.items():
+            text, key = max(_forms(op, mistake, said), key=lambda form: suits[form[1]])
+            group = groups.setdefault(key, _Group(mistake, op.cause.look.get(mistake)))
             group.ops.append(op)
             group.texts.append(text)
     return [*groups.values()]
+
+
+def _forms(op: OpResult, mistake: str, text: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    """What is said of an op, and by what it is the same as what is said of others: as it is, and with numbers of
+    layers. Where all of them read layer 0's, that is the layer before to one.
+    """
+
+    def number(found: re.Match[str]) -> str:
+        return f"of layer {(op.layer or 0) + _BESIDE[found[1]]}"
+
+    for form in (text, _BESIDE_IT.sub(number, text)):
+        yield form, (mistake, pattern(_in_any_op(op, mistake, form)))
 
 
 def _of_kinds(groups: list[_Group], ops: Sequence[OpResult]) -> list[_Group]:
@@ -286,7 +302,7 @@ def _in_any_op(op: OpResult, mistake: str, text: str) -> str:
         return op.common[mistake]
     text = unnamed(text, op.op)
     if op.reads:
-        text = re.sub(rf"(?<![\w.]){re.escape(op.reads)}(?![\w.])(?! of the)", "its input", text)
+        text = re.sub(rf"(?<![\w.]){re.escape(op.reads)}(?![\w.])(?! of (?:the|layer))", "its input", text)
     text = _of_stream(text, op)
     return re.sub(rf"(?<![\w.]){re.escape(local_name(op.op))}\.(?=(weight|bias)\b)", "the ", text)
 

@@ -54,10 +54,10 @@ class Read:
     def words(self, op: Op) -> str:
         """As an op of some layer says it."""
         here, (layer, local) = layer_of(op.name), split(self.name)
-        near = ""
+        name = self.name
         if here is not None and layer is not None:
-            near = {0: "", 1: " of the layer before", -1: " of the layer after"}.get(here - layer, "?")
-        name = self.name if layer is None or here is None or near == "?" else f"{local}{near}"
+            near = {0: "", 1: " of the layer before", -1: " of the layer after"}
+            name = local + near.get(here - layer, f" of layer {layer}")
         return name + {"before": " of the step before", "earlier": " of earlier steps"}.get(self.when, "")
 
 
