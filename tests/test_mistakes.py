@@ -164,6 +164,45 @@ def test_a_window_hides_less_than_it_should(
     assert finding.text.endswith(f"{text}.")
 
 
+@pytest.mark.parametrize(
+    ("capture", "window"), [("all", 0), ("layers", 4), pytest.param("layers", 0, marks=pytest.mark.slow)]
+)
+def test_scores_are_capped_by_a_number_on_no_list(capture: Capture, window: int, tmp_path: Path) -> None:
+    """Of Gemma 2's scores, whose cap is ops of their own, by itself and beside a window that is ignored (lm.rs)."""
+    path = tmp_path / "gemma2.gguf"
+    caps = {"attn_logit_softcapping": 5.0, "attention.sliding_window": 4}
+    model = Model(tiny_models.write("gemma2", path, others=caps))
+    bent = [op for op in model.graph if op.kind == "tanh" and "output" not in op.name]
+    windowed = [op for op in model.graph if op.kind == "softmax" and op.attrs.get("window")]
+    wrong = [replace(op, function=lambda x: 1.46 * torch.tanh(x / 1.46)) for op in bent]
+    wrong += [op.with_attrs(window=window) for op in windowed]
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", TOKENS, (7,), capture=capture)
+    capped, *others = (finding.text for finding in check_trace(path, model).findings)
+    assert capped.endswith("the soft cap is 7.3 instead of 5." if capture == "all" else "1.46 times what belongs.")
+    assert [text.rpartition(": ")[2] for text in others] == ([] if window else ["no window instead of one of 4."])
+
+
+@pytest.mark.parametrize(
+    ("source", "whose"), [(lambda layer: 0, "layer 0"), (lambda layer: layer - 1, "the layer before")]
+)
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_a_bias_is_of_one_layer_or_of_the_one_before(
+    source: Callable[[int], int], whose: str, capture: Capture, tmp_path: Path
+) -> None:
+    """`k_bias[0]` in every layer was said to be of the layer before, for of layer 1 that is true."""
+    model = Model(tiny_models.write("qwen2", tmp_path / "qwen2.gguf", others={"block_count": 4}))
+    wrong = []
+    for layer in range(1, 4):
+        op = model.graph[f"blk.{layer}.attn_k"]
+        matrix, bias = op.weights
+        wrong.append(replace(op, weights=(matrix, replace(bias, name=f"blk.{source(layer)}.attn_k.bias"))))
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", TOKENS, (7,), capture=capture)
+    (finding,) = check_trace(path, model).findings
+    where = "attn_k in 3 of 4 layers (1 to 3)" if capture == "all" else "3 of 4 layers (1 to 3) (seen in ffn_residual)"
+    own = "attn_k: " if capture == "layers" else ""
+    assert finding.text == f"{where}: {own}uses attn_k.bias of {whose} where attn_k.bias belongs."
+
+
 @pytest.mark.parametrize("eps", [1e-2, 3e-4])
 def test_an_epsilon_outside_the_root_may_be_another(eps: float, tiny: Tiny, tmp_path: Path) -> None:
     model = Model(tiny("olmo2"))

@@ -241,8 +241,13 @@ class Explainer:
         # What was found in later layers may be one of several in an earlier one, or be made there in some steps.
         for best in [*kin.found, *(best.but_in_some_steps() for best in kin.found)]:
             yield from ((kin, *each) for each in kin.carry(best, kin.in_vain))
-        for one in kin.in_vain:
-            yield kin, one, Search(kin).one_more(one)
+        while kin.in_vain:
+            one = kin.in_vain.pop(0)
+            best = Search(kin).one_more(one)
+            yield kin, one, best
+            if best:
+                kin.found.append(best)
+                yield from ((kin, *each) for each in kin.carry(best, kin.in_vain))
         yield from ((kin, *each) for each in self._fewer(kin, groups))
 
     def _is_told(self, one: Faulty, budget: Budget) -> bool:

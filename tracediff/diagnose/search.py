@@ -159,9 +159,9 @@ class Search:
         if _is_long(one.error.segment):
             return None
         for known in (found for found in self._kin.found if SOLVED not in found.mistakes):
-            given = min(self._kin.tried(known, one), key=lambda h: h.left, default=None)
-            if given and (found := self._on_top(given, one, Least())):
-                return found
+            for given in self._kin.tried(known, one):
+                if found := self._on_top(given, one, Least()):
+                    return found
         return None
 
     def _several(self, one: Faulty, tried: Least) -> Hypothesis | None:

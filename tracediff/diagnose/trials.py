@@ -90,7 +90,7 @@ class Trials:
                     done.add(what)
                     self.budget.check()
                     part = _said(mistake, variant, changed, way, len(error.segment) > 1)
-                    part = replace(part, in_some_steps=only.in_some_steps) if only else part
+                    part = replace(part, in_some_steps=only.in_some_steps, number=only.number) if only else part
                     yield part, (*{op.name: op for op in (*before, *made)}.values(),)
 
     def together(self, parts: Sequence[Assumed], record: OpRecord, error: Local) -> Iterator[Hypothesis]:
