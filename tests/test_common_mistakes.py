@@ -12,7 +12,7 @@ import pytest
 import torch
 from block_rules import FILES
 from conftest import Models, some_of, trace_graph
-from gguf import GGMLQuantizationType, quants
+from gguf import GGMLQuantizationType, GGUFReader, quants
 from gguf.constants import GGML_QUANT_SIZES
 from test_mistakes import traced
 from torch import Tensor
@@ -24,7 +24,7 @@ from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
-from tracediff.model.synthetic import quantize
+from tracediff.model.synthetic import Shape, quantize, write_model
 from tracediff.model.weights import reading, values_of
 from tracediff.names import split
 from tracediff.numerics.kinds import KINDS
@@ -675,3 +675,24 @@ def test_what_is_next_to_nothing_is_in_no_cache_of_any_length(models: Models, tm
 
     case = Case("attn_probs", function, "", "")
     assert said_of(case, models, tmp_path) == {("solved", "every value is 1e-20 times what it should be")}
+
+
+@pytest.mark.slow
+def test_what_few_engines_have_excuses_no_step_of_a_mistake_that_prompts_tell(tmp_path: Path) -> None:
+    """llama3.java, which has the file's factors by another name, so that rope never sees them: in steps of one token a
+    cache in bfloat16 left as much as in layer 1 it explained, and hid the mistake in all of them.
+    """
+    path, factors = tmp_path / "a.gguf", [*[1.0] * 8, 3.292262, *[32.0] * 7]  # as Llama 3.1 makes them
+    sizes = {"n_embd": 256, "n_head": 8, "n_ff": 512, "n_vocab": 332, "theta": 5e5, "eps": 1e-5}
+    write_model(path, Shape("llama", n_layer=3, tied=True, rope_factors=True, **sizes), "F32")
+    reader = GGUFReader(path, "r+")
+    next(tensor for tensor in reader.tensors if tensor.name == "rope_freqs.weight").data[:] = factors
+    reader.data.flush()
+    model = Model(path)
+    wrong = [replace(op, weights=()) for op in model.graph if op.kind == "rope"]
+    prompt = (256, 72, 101, 40, 7, 300, 111, 3, 87, 19, 65, 32, 210, 99, 14, 150)
+    steps = prompt, (61, 5, 271), (44,), (133,), (90,)
+    trace = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", *steps, capture="layers")
+    (finding,) = check_trace(trace, model).findings
+    of = "attn_q_rope, attn_k_rope: rope_freqs.weight is ignored."
+    assert (finding.text, finding.steps) == (f"all 3 layers (seen in ffn_residual): {of}", (0, 1, 2, 3, 4))

@@ -47,6 +47,10 @@ class Sort(NamedTuple):
         """Whether the step has one token or several."""
         return "one" if self.n_tokens == 1 else "several"
 
+    def is_but_for_tokens(self, other: "Sort") -> bool:
+        """Whether the other is the same in steps of another size."""
+        return other != self and other._replace(n_tokens=self.n_tokens, shares_keys=self.shares_keys) == self
+
     def __str__(self) -> str:
         weights = f" with {self.types[0]} weights{' and biases' if len(self.types) > 1 else ''}" if self.types else ""
         through = "" if all(self.held) else " through what was not recorded before it"

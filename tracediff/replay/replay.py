@@ -379,10 +379,17 @@ class Replay:
         if not found.settled:
             return self
         said = self._planning.said(found.schemes, [record])
-        known = copy(self)
         sort = self._planner.sort(record)
-        chosen = replace(found, said=said, n_records=choice.n_records)
-        known.plan = replace(self.plan, choices={**self.plan.choices, sort: chosen})
+        choices = dict(self.plan.choices)
+        for other in filter(sort.is_but_for_tokens, self.plan.choices):
+            theirs = choices[other]
+            if theirs.settled and theirs.nmse > NOTHING and not all(other.held):
+                # There what few engines have explains a record as mistaken as the others: of one token it soon does.
+                both = dict(zip((*found.schemes, *theirs.schemes), (*said, *theirs.said), strict=True))
+                choices[other] = replace(theirs, schemes=(*both,), said=(*both.values(),), settled=False)
+        choices[sort] = replace(found, said=said, n_records=choice.n_records)
+        known = copy(self)
+        known.plan = replace(self.plan, choices=choices)
         return known
 
     def plain_ones(self, record: OpRecord) -> Sequence[Scheme | None]:
