@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from conftest import Models, trace_graph
 from torch import Tensor
@@ -158,3 +159,15 @@ def test_loops_read_rows_as_their_block_holds_them(models: Models, monkeypatch: 
     at = np.array([3 * 256 + 7, 131 * 256, 600 * 256 + 255])
     taken = bound.FlatWeight(weight, weights, hold).take(at)
     assert np.array_equal(taken, hold(weights.load(weight)).numpy().ravel()[at])
+
+
+def test_loops_read_rows_of_experts_below_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large ones: their ids were held to be those of experts, which ended the check."""
+    model, hold = Model(tiny_models.write("qwen3moe", tmp_path / "a.gguf")), rounding_named("f64")
+    weight, weights = model.graph["blk.1.ffn_up_exps"].weights[0], model.weights(torch.float32)
+    n_experts, n_rows, width = weight.shape
+    whole = weights.load(weight).numpy().ravel()
+    monkeypatch.setattr(bound, "_ROWS", 0)
+    last = (n_experts - 1) * n_rows * width
+    for at in (np.array([7, last + 3 * width + 1, last - width]), np.arange(last + 5, last + 2 * width)):
+        assert np.array_equal(bound.FlatWeight(weight, weights, hold).take(at), whole[at])

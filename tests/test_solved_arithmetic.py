@@ -9,12 +9,14 @@ import torch
 from conftest import Models, trace_graph
 from torch import Tensor
 
+from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
+from tracediff.model.weights import reading, values_of
 from tracediff.names import Capture
 from tracediff.numerics.arithmetic import phrase
 from tracediff.numerics.recognise import recognised
-from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.roundings import by_rule, rounding_named
 from tracediff.pipeline import Effort, check_trace
 from tracediff.result import Result
 
@@ -113,6 +115,33 @@ def test_what_no_list_has_matches(name: str, weights: str, models: Models, tmp_p
     model = Model(models(SHAPE, weights))
     result = check_trace(traced(model, tmp_path / "t.trace", UNLISTED[name]), model)
     assert (result.verdict, said(result)) == ("match", {phrase("activations", name)})
+
+
+@pytest.mark.parametrize("by_kept", [True, False])
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
+def test_matrices_in_integers_with_scales_in_bfloat16_match(
+    by_kept: bool, capture: Capture, models: Models, tmp_path: Path
+) -> None:
+    """An engine in bfloat16 whose int8 rows are multiplied by their scales in it (gemma_pytorch): all matmuls were
+    wrong, and the table was said to have scales in float32, or channels exchanged.
+    """
+    model = Model(models(SHAPE, "F32"))
+    held = in_integers(0, lambda largest: largest / 127, to_bfloat16, by_kept)
+    held_tensors: dict[str, Tensor] = {}
+
+    def read(file: GGUFFile, info: TensorInfo) -> Tensor:
+        if info.name not in held_tensors:
+            held_tensors[info.name] = to_bfloat16(held(values_of(file, info)))
+        return held_tensors[info.name]
+
+    ops = [reading(op, read) for op in model.graph if op.kind in ("linear", "embedding")]
+    path, out = (PROMPT, PROMPT[:2], PROMPT[2:3]), tmp_path / "t.trace"
+    trace = trace_graph(model.graph.changed(*ops), model.file, out, *path, capture=capture, dtype=torch.bfloat16)
+    result = check_trace(trace, model)
+    name = by_rule("int8/row", 127, "bf16", by_kept)
+    of_table = {op.local.arithmetic for op in result.ops if op.local and op.kind == "embedding"}
+    assert (result.verdict, of_table) == ("match", {phrase("embedding table", name).removeprefix("embedding ")})
+    assert said(result) == {phrase("weights", f"{name} then bf16")}
 
 
 @pytest.mark.slow

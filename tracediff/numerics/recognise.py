@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tracediff.numerics.roundings import by_rule, calibrated, is_calibrated, rounding_named
+from tracediff.numerics.roundings import by_rule, calibrated, is_calibrated, read_as, rounding_named
 from tracediff.numerics.sizes import group_sizes
 
 _LISTED = ("q8_0", "stored q8_0", "q8_K", "older q8_K")
@@ -42,21 +43,16 @@ class _Lattice(NamedTuple):
     farthest: int
 
 
-def recognised(x: Tensor, seen: Tensor, spread: Tensor) -> list[str]:
+def recognised(x: Tensor, seen: Tensor, spread: Tensor, half: str = "") -> list[str]:
     """The names of roundings that take x [T, n] to what was seen of it, which has a standard deviation [n], the nearest
-    first; none where x is as it was.
+    first; none where x is as it was. What was read in a `half` precision shows no lattice: rules are tried by name.
     """
     if _share("f64", x, seen, spread) >= _SEEN:
         return []
-    shares = {name: round(share, _DIGITS) for share, name in _named(x, seen, spread)}
-    return sorted(shares, key=lambda name: -shares[name])
-
-
-def _named(x: Tensor, seen: Tensor, spread: Tensor) -> Iterator[tuple[float, str]]:
-    """Names, with the share of the values that lie where they take them, where that is nearly all."""
-    for name in dict.fromkeys(_names(x, seen, spread)):
-        if (share := _share(name, x, seen, spread)) >= _SEEN:
-            yield share, name
+    names = _names_in(half, x.shape[-1]) if half else _names(x, seen, spread)
+    shares = {name: _share(read_as(name, half or "f64"), x, seen, spread) for name in dict.fromkeys(names)}
+    near = {name: round(share, _DIGITS) for name, share in shares.items() if share >= _SEEN}
+    return sorted(near, key=lambda name: -near[name])
 
 
 def _share(name: str, x: Tensor, seen: Tensor, spread: Tensor) -> float:
@@ -76,6 +72,17 @@ def _names(x: Tensor, seen: Tensor, spread: Tensor) -> Iterator[str]:
         if lattice is not None:
             for name in _by_lattice(x, lattice, "row" if size == sizes[0] else str(size)):
                 yield from (name, f"narrow {name}") if is_calibrated(name) else (f"{at}{name}" for at in _ENDS)
+
+
+def _names_in(half: str, n: int) -> Iterator[str]:
+    """What matrices of n columns may be held in that are read in half precision: with scales in that, too."""
+    sizes = group_sizes(n)
+    for size in ("row", "tensor", *sizes[1:]):
+        yield from (f"{kind}/{size}" for kind in _KINDS)
+        for bits, by_kept in product((8, 4), (True, False)):
+            ends = (2.0 ** (bits - 1) - less for less in (1.0, 0.5, 0.0))
+            rules = (by_rule(f"int{bits}/{size}", end, half, by_kept) for end in ends)
+            yield from (f"{at}{rule}" for rule in rules for at in _ENDS)
 
 
 def _lattice(x: Tensor, seen: Tensor, spread: Tensor, size: int) -> _Lattice | None:

@@ -445,15 +445,18 @@ def way_in(part: str, rounding: str) -> Way:
 
 def beside(scheme: Scheme) -> list[Scheme]:
     """The scheme with caches that engines of somebody's own have; Q is multiplied with integers as activations are."""
+    caches = [cache.of(scheme) for cache in _CACHES]
+    if scheme.linear.operands == AS_IN_GGML:
+        return caches
     integers = Arithmetic(scheme.linear.operands, "q8_0")
     own = replace(scheme, name=f"{scheme.name}, Q as activations and KV cache in q8_0", scores=integers)
-    return [*(cache.of(scheme) for cache in _CACHES), replace(own, values=Arithmetic(stored="q8_0"))]
+    return [*caches, replace(own, values=Arithmetic(stored="q8_0"))]
 
 
 def unlisted(scheme: Scheme) -> list[Way]:
     """What it does in ways that are on no list."""
     own = ("activations", scheme.linear.operands), ("matrices", scheme.held)
-    return [way for part, rounding in own if (way := way_in(part, rounding)) not in WAYS]
+    return [way for part, of in own if of != AS_IN_GGML and (way := way_in(part, of)) not in WAYS]
 
 
 @cache

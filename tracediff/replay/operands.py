@@ -12,6 +12,7 @@ from torch import Tensor
 from tracediff.model.graph import Op
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import arithmetic_of
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds.matmul import rounding_of
 from tracediff.numerics.recognise import recognised
 from tracediff.numerics.roundings import rounding_named
@@ -81,7 +82,11 @@ def ways_told(by: Recomputation, record: OpRecord, scheme: Scheme) -> list[Way]:
 
 def _of_table(by: Recomputation, record: OpRecord, op: Op, _: Scheme) -> list[str]:
     rows, seen = by.op(record, op, EXACTLY, "f64").exact.flatten(1).cpu(), by.values(record).flatten(1).double().cpu()
-    return recognised(rows, seen, _UNIT * seen.abs().amax(-1, keepdim=True)) if bool(seen.isfinite().all()) else []
+    if not bool(seen.isfinite().all()):
+        return []
+    if record.dtype in HALVES:
+        return recognised(rows, seen, rounding_named(record.dtype).step(seen) / 8, record.dtype)
+    return recognised(rows, seen, _UNIT * seen.abs().amax(-1, keepdim=True))
 
 
 def _of_activations(by: Recomputation, record: OpRecord, op: Op, scheme: Scheme) -> list[str]:

@@ -12,11 +12,21 @@ import numpy as np
 from msgspec import structs
 
 from tracediff.names import layer_of, layers_of, local_name
-from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
+from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme, phrase
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.roundings import is_calibrated
-from tracediff.numerics.schemes import EXACTLY, FINE_WAYS, PLAIN, Way, beside, in_tf32, unlisted, unrounded
+from tracediff.numerics.roundings import is_calibrated, rounding_named
+from tracediff.numerics.schemes import (
+    EXACTLY,
+    FINE_WAYS,
+    PLAIN,
+    Way,
+    beside,
+    in_tf32,
+    scheme_named,
+    unlisted,
+    unrounded,
+)
 from tracediff.replay.calibrating import Calibrating
 from tracediff.replay.composing import Composing
 from tracediff.replay.fitting import Fitting
@@ -159,9 +169,21 @@ class Planning:
         """By what is listed."""
         candidates = self._planner.candidates(*records)
         samples = self._samples(records) if len(candidates) > 1 else records
-        choice = self._fitting.settle(candidates, samples, usual=usual, unlike=unlike)
+        choice = self._as_rows_say(self._fitting.settle(candidates, samples, usual=usual, unlike=unlike), samples)
         self._recomputation.forget()
         return choice
+
+    def _as_rows_say(self, choice: Choice, samples: Sequence[OpRecord]) -> Choice:
+        """Of a table that is recorded in half precision what its rows are to the bit: its bounds have room for others,
+        as for scales in float32 where they are in half precision.
+        """
+        scheme, record = choice.schemes[0], samples[0]
+        is_table = self._recomputation.op_of(record).kind == "embedding" and record.dtype in HALVES
+        if not is_table or not rounding_named(scheme.held).in_blocks:
+            return choice
+        told = [way.of(scheme) for way in ways_told(self._recomputation, record, scheme)[:1]]
+        found = self._fitting.settle(told, samples) if told and told[0] != scheme else choice
+        return found if found.settled else choice
 
     def _known(self, choices: Mapping[Sort, Choice], by_sort: Mapping[Sort, Sequence[OpRecord]]) -> Sequence[Known]:
         """How the engine does parts, as far as sorts tell. First what leaves next to nothing, of such what does other
@@ -200,8 +222,10 @@ class Planning:
         samples, nearest = self._samples(records), choice.schemes[0]
         starts, as_told = [nearest], EXACTLY
         if choice.nmse > NOTHING:
-            as_told = reduce(lambda scheme, one: one.ways[0].of(scheme), _best(known).values(), EXACTLY)
-            starts = [*self._planner.suiting((nearest, as_told), *records)]
+            half = records[0].dtype  # what is held in integers is read in it, too
+            begun = [EXACTLY, scheme_named(phrase("activations and weights", half))] if half in HALVES else [EXACTLY]
+            told = [reduce(lambda scheme, one: one.ways[0].of(scheme), _best(known).values(), one) for one in begun]
+            as_told, starts = told[0], [*self._planner.suiting((nearest, *told), *records)]
         doubtful = (len(choice.schemes) > 1 or len(starts) > 1) and not choice.by_op
         asked = choice.unfit or (samples if doubtful else ())
         through_segments = self._planner.is_segment(records[0])

@@ -249,13 +249,20 @@ class FlatWeight:
             self._whole = self.hold(self.weights.load(self.weight)).cpu().numpy().ravel()
         return self._whole
 
+    @property
+    def _matrix(self) -> Weight:
+        """The weight; the matrices of several experts as one, below each other."""
+        *stacked, n_rows, width = self.weight.shape
+        n = math.prod(stacked) * n_rows
+        return replace(self.weight, shape=(n, width), first=self.weight.first * n // self.weight.shape[0])
+
     def _of(self, rows: np.ndarray) -> np.ndarray:
         if not np.array_equal(rows, self._rows):  # one hypothesis after the other asks for the same
             first, end = int(rows[0]), int(rows[-1]) + 1
             if end - first == len(rows):
-                table = self.weights.rows(self.weight, first, end)
+                table = self.weights.rows(self._matrix, first, end)
             else:
-                table = self.weights.gather(self.weight, torch.from_numpy(rows))
+                table = self.weights.gather(self._matrix, torch.from_numpy(rows))
             self._table = self.hold(table.to(self.weights.dtype)).cpu().numpy()
             self._rows = rows
         return self._table
