@@ -94,7 +94,7 @@ def _of_activations(by: Recomputation, record: OpRecord, op: Op, scheme: Scheme)
     n = op.weights[0].shape[-1]
     matmul = _of(by, record, scheme, math.ceil(n * _ROWS) + _MORE, _TOKENS) if n <= _WIDEST else None
     solved = matmul.solved() if matmul else None
-    return recognised(matmul.x.cpu(), *(of.cpu() for of in solved)) if matmul and solved else []
+    return recognised(matmul.x.cpu(), solved[0].cpu(), solved[1].cpu()) if matmul and solved else []
 
 
 def matmul_of(by: Recomputation, record: OpRecord, scheme: Scheme) -> Matmul | None:
