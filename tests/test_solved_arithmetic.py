@@ -17,6 +17,7 @@ from tracediff.names import Capture
 from tracediff.numerics.arithmetic import phrase
 from tracediff.numerics.recognise import recognised
 from tracediff.numerics.roundings import by_rule, rounding_named
+from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import Effort, check_trace
 from tracediff.result import Result
 
@@ -77,6 +78,14 @@ def test_a_rounding_is_recognised_by_what_it_made(name: str, loud: int) -> None:
     assert name in names or (name == "int8 by 0.05" and names[0].startswith("int8 by 0.0500000"))
     best = rounding_named(names[0])(values.double())
     assert float((best - rounded).abs().gt(1e-3 * rounded.abs()).double().mean()) < 0.005
+
+
+@pytest.mark.parametrize("name", [name for name in UNLISTED if not name.startswith("int8 by")])
+def test_a_report_s_words_may_be_asked_for(name: str) -> None:
+    assert scheme_named(phrase("activations", name)).linear.operands == name
+    read = scheme_named(phrase("weights", f"{name} then bf16"))
+    assert (read.linear.stored, read.held) == (f"{name} then bf16", f"{name} then bf16")
+    assert scheme_named(phrase("embedding table", name)).held == name
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])

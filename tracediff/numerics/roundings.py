@@ -122,7 +122,7 @@ CALIBRATED: Mapping[str, tuple[Rounding, float, float]] = MappingProxyType({
     "int8": (Whole("int8", "int8"), -128.0, 127.0), "narrow int8": (Whole("int8", "narrow int8"), -127.0, 127.0),
 })  # fmt: skip
 BY = " by "  # the scale
-RULE = r" to (?P<last>\d+(?:\.\d+)?)(?: (?P<how>in|by) (?P<kept>f16|bf16|2\^n))?"  # of scales
+_RULE = r" to (?P<last>\d+(?:\.\d+)?)(?: (?P<how>in|by) (?P<kept>f16|bf16|2\^n))?"  # of scales
 _SIZES = {"row": 0, "token": 0, "tensor": WHOLE}
 _ALL_HEADS = 1 << 16  # rows that share a scale at most: those of a token's heads, in a cache of one for them all
 _THEN = " then "
@@ -250,7 +250,7 @@ def rounding_named(name: str) -> Rounding:
     n_rows = _ALL_HEADS if found[4] == "token" else int(found[5] or 1)
     assert isinstance(held, Float)
     sized = f"blocks of {n_rows} x {size}" if found[5] else f"groups of {size}"
-    sizes = {0: "whole tokens" if n_rows > 1 else "rows", WHOLE: "whole tensors"}
+    sizes = {0: _GROUPED["token" if n_rows > 1 else "row"], WHOLE: _GROUPED["tensor"]}
     said = words.format(bits=found[3], groups=sizes.get(size, sized), held=held.words)
     common: dict[str, Any] = {"before": held.dtype, "bits": int(found[3]), "n_rows": n_rows}
     if not rule:
@@ -264,15 +264,44 @@ _RULED: Mapping[type[Blocks], type[Scaled]] = MappingProxyType({Signed: Scaled, 
 
 
 _KEPT = {"f16": "float16 scales", "bf16": "bfloat16 scales", "2^n": "scales that are powers of two"}
+_GROUPED = {"row": "rows", "token": "whole tokens", "tensor": "whole tensors"}
+_OF_RULE = re.compile(
+    rf"(?P<integers>(?:narrow |flipped )?int\d+) (?P<groups>{'|'.join(_GROUPED.values())}|groups of (?P<size>\d+)) "
+    rf"with (?:(?P<kept>float32 scales|{'|'.join(_KEPT.values())}) "
+    r"\(largest / (?P<last>[\d.]+)(?P<by>; quotients by them)?\)|(?P<plain>float32 scales)(?= read as|,| and |$))"
+)
 
 
 def _rule_of(name: str) -> tuple[str, dict[str, Any], str]:
     """The name without the rule of its scales, that rule, and what it is in words."""
-    if not (found := re.fullmatch(rf"(.+\d/\w+){RULE}", name)):
+    if not (found := re.fullmatch(rf"(.+\d/\w+){_RULE}", name)):
         return name, {}, ""
     last, kept, by_kept = float(found["last"]), found["kept"] or "f32", found["how"] == "by"
     words = f"{_KEPT.get(kept, 'float32 scales')} (largest / {last:.7g}{'; quotients by them' * by_kept})"
     return found[1], {"last": last, "kept": kept, "by_kept": by_kept}, words
+
+
+def integers_named(text: str) -> str:
+    """The text with names of symmetric integers where their words stand, and of what is read as another.
+
+    >>> integers_named("weights in int8 rows with bfloat16 scales (largest / 127; quotients by them) read as bfloat16")
+    'weights in int8/row to 127 by bf16 then bf16'
+    """
+
+    def named(found: re.Match[str]) -> str:
+        size = found["size"] or next(size for size, words in _GROUPED.items() if words == found["groups"])
+        name = f"{found['integers']}/{size}"
+        if found["plain"]:
+            return name
+        kept = next((kept for kept, words in _KEPT.items() if words == found["kept"]), "")
+        return by_rule(name, float(found["last"]), kept, bool(found["by"]))
+
+    text = _OF_RULE.sub(named, text)
+    return re.sub(r"(/\w+(?: to \S+)?(?: (?:in|by) \S+)?) read as (float16|bfloat16)\b", _then, text)
+
+
+def _then(found: re.Match[str]) -> str:
+    return f"{found[1]}{_THEN}{next(of.name for of in (half, bfloat) if of.words == found[2])}"
 
 
 def by_rule(name: str, last: float, kept: str = "", by_kept: bool = False) -> str:

@@ -19,7 +19,7 @@ from tracediff.numerics.arithmetic import (
     phrase,
 )
 from tracediff.numerics.floats import HALVES
-from tracediff.numerics.roundings import BY, RULE, as_held, as_read, held_before, read_as, rounding_named
+from tracediff.numerics.roundings import BY, as_held, as_read, held_before, integers_named, read_as, rounding_named
 
 _FLOATS_APART = "floats as they are"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
@@ -367,7 +367,10 @@ _UNORDERED = Scheme(
 
 # Integers and the like in the words of a report, which may be asked for, too.
 _OF_WORDS = {rounding_named(name).words: name for name in reversed((*GROUPS, *_SCALED, *_OWN))}
-_AS_REPORTED = re.compile(rf"(activations|weights|matrices) in ({'|'.join(map(re.escape, _OF_WORDS))})(?=,|$| and )")
+_AS_REPORTED = re.compile(
+    rf"(activations|weights|matrices|table) in ({'|'.join(map(re.escape, _OF_WORDS))})(?=,|$| and | read as )"
+)
+_BY_SIZE = r".+/\w+(?: to [\d.]+(?: (?:in|by) (?:f16|bf16|2\^n))?)?(?: then (?:f16|bf16))?"  # of integers
 _GRAMMAR = (
     "First, llama.cpp, exact, or one of activations, weights, matrices, activations and weights, activations and "
     "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, K cache, V cache, attention, "
@@ -383,7 +386,7 @@ _GRAMMAR = (
 
 def _shortly(name: str) -> str:
     """Integers by their names, where a report's words stand for them."""
-    return _AS_REPORTED.sub(lambda found: f"{found[1]} in {_OF_WORDS[found[2]]}", name)
+    return integers_named(_AS_REPORTED.sub(lambda found: f"{found[1]} in {_OF_WORDS[found[2]]}", name))
 
 
 def in_tf32(scheme: Scheme) -> list[Scheme]:
@@ -419,8 +422,8 @@ def scheme_named(name: str) -> Scheme:
     attentions = {scheme.name: scheme for scheme in (*_attentions(), _UNORDERED)}
     first, *others = name.split(", ")
     short = _shortly(first)
-    both = re.fullmatch(r"activations in (.+/\w+) and matrices in (.+/\w+)", short)
-    asked = re.fullmatch(r"(activations and (?:weights|matrices)|activations|weights|matrices) in (.+/\w+)", short)
+    both = re.fullmatch(rf"activations in ({_BY_SIZE}) and matrices in ({_BY_SIZE})", short)
+    asked = re.fullmatch(rf"(activations and (?:weights|matrices)|activations|weights|matrices) in ({_BY_SIZE})", short)
     scheme = _of_integers(*both.groups()) if both else _matmul(asked[1], asked[2]) if asked else matmuls.get(first)
     if scheme is None:
         scheme, others = SCHEMES[0], [first, *others]
@@ -463,10 +466,13 @@ def unlisted(scheme: Scheme) -> list[Way]:
 def _way_named(name: str) -> Way | None:
     """A way by its name, of activations, matrices and caches in any rounding."""
     short = _shortly(name)
-    in_any = rf"(?:(?! and ).)+/\w+(?:{RULE})?|(?:narrow )?\w+{BY}\S+"
-    found = re.fullmatch(rf"(activations|matrices|(?:KV|K|V) cache) in ({in_any})", short)
+    in_any = rf"(?!.* and ){_BY_SIZE}|(?:narrow )?\w+{BY}\S+"
+    found = re.fullmatch(rf"(activations|matrices|(?:embedding )?table|(?:KV|K|V) cache) in ({in_any})", short)
     if not found:
         return _BY_NAME.get(name)
-    part, rounding = found[1], found[2]
-    change = {"activations": _multiplied, "matrices": _held}.get(part) or partial(cached_in, what=part)
+    part, rounding = found[1].removeprefix("embedding "), found[2]
+    ways: dict[str, Callable[[str, Scheme], Scheme]] = {
+        "activations": _multiplied, "matrices": _held, "table": partial(_with_field, "held"),
+    }  # fmt: skip
+    change = ways.get(part) or partial(cached_in, what=part)
     return _BY_NAME.get(phrase(part, rounding)) or _BY_NAME.get(short) or Way(part, short, partial(change, rounding))
