@@ -59,7 +59,7 @@ PLANTED = {
                  "norm_in_half@blk.1.ffn_norm", "norm_of_magnitudes@blk.1.ffn_norm", "keys_skipped",
                  "softmax_rounded_up", "last_keys_dropped",
                  "experts_not_cleared", "weights_by_all", "weights_sorted@blk.1.ffn_moe_weights",
-                 "weights_sorted@blk.1.ffn_moe_weights_norm"),
+                 "weights_sorted@blk.1.ffn_moe_weights_norm", "router_softmax_axis"),
     "deepseek2": ("router_softmax", "selection_bias_in_weights", "selection_bias_on_logits", "weights_normalised",
                   "scale_dropped", "term_dropped",
                   "gate_up_swapped", "weight_transposed@blk.1.attn_k_b", "expert_off_by_one@blk.1.attn_v_b",
@@ -162,6 +162,57 @@ def test_a_window_hides_less_than_it_should(
     path = trace_graph(model.graph.changed(wrong), model.file, tmp_path / "a.trace", TOKENS, (7,), capture=capture)
     (finding,) = check_trace(path, model).findings
     assert finding.text.endswith(f"{text}.")
+
+
+def oai(gate: torch.Tensor, up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+def rows_of_both(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.stack([gate, up], -1).reshape(*gate.shape[:-1], -1)
+
+
+def summed_over_queries(
+    scores: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, *, scale: float
+) -> torch.Tensor:
+    shown = (scores * scale).masked_fill(keys[None, :] > queries[:, None], -math.inf)
+    exponentials = (shown - shown.max(-1, keepdim=True).values).exp()
+    return exponentials / exponentials.sum(1, keepdim=True)
+
+
+def sinks_by_kv_heads(
+    scores: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, sinks: torch.Tensor, **attrs: Any
+) -> torch.Tensor:
+    n_kv = 2  # of 6 heads
+    return softmax(scores, queries, keys, torch.cat([sinks[head::n_kv] for head in range(n_kv)]), **attrs)
+
+
+@pytest.mark.parametrize(
+    ("arch", "ops", "function", "text"),
+    [
+        ("gpt-oss", "ffn_moe_swiglu_oai", lambda gate, up, **attrs: oai(up, gate, **attrs),
+         "ffn_moe_swiglu_oai in both layers: gate and up are exchanged."),
+        ("gpt-oss", "ffn_moe_swiglu_oai",
+         lambda gate, up, **attrs: oai(*rows_of_both(gate, up).tensor_split(2, -1), **attrs),
+         "ffn_moe_swiglu_oai in both layers: gate and up lie by turns in one row, whose halves are taken for them."),
+        ("gpt-oss", "attn_probs", sinks_by_kv_heads,
+         "attn_probs in both layers: the sinks lie with KV heads in the place of the queries of each."),
+        ("qwen3moe", "attn_probs", summed_over_queries,
+         "attn_probs in both layers: exponentials are divided by their sum over queries instead of keys."),
+        ("qwen3moe", "ffn_norm", lambda x, weight, *, eps: x / (x.square().mean() + eps).sqrt() * weight,
+         "ffn_norm in both layers, in step 0: squares are averaged over all tokens of a step, not of each by itself."),
+    ],
+)  # fmt: skip
+def test_an_axis_or_a_split_is_another(
+    arch: str, ops: str, function: Callable[..., torch.Tensor], text: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    """What gpt_oss's and llama3.np's authors could have written."""
+    model = Model(tiny(arch))
+    wrong = [replace(op, function=function) for op in model.graph if op.name.endswith(f".{ops}")]
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", TOKENS, (7,))
+    (finding,) = check_trace(path, model).findings
+    assert finding.text == text
 
 
 @pytest.mark.parametrize(

@@ -27,21 +27,28 @@ from tracediff.replay.score import (
 from tracediff.trace.format import OpRecord
 
 _ABREAST = 2  # schemes that are changed further, part by part
+# Schemes that are looked at before it is asked whether a known mistake explains a record, which takes as long: by then
+# two of an engine's parts are found, as a rule.
+_MANY = 500
 _FEW = 3  # records that tell the parts of an arithmetic
 _PLAINLY = [way for way in WAYS if way.is_of(EXACTLY)]
 
 
 class Composing:
-    """Composes the arithmetic of records that share it, of schemes that it `may_be`."""
+    """Composes the arithmetic of records that share it, of schemes that it `may_be`, unless one of them `is_mistaken`:
+    that is asked where no few steps lead to it.
+    """
 
     def __init__(
         self,
         fitting: Fitting,
         planner: Planner,
         records: Sequence[OpRecord],
+        is_mistaken: Callable[[], bool],
         may_be: Callable[[Scheme], bool] = lambda scheme: True,
     ) -> None:
-        self._fitting, self._planner, self._records, self._may_be = fitting, planner, records, may_be
+        self._fitting, self._planner, self._records = fitting, planner, records
+        self._is_mistaken, self._may_be = is_mistaken, may_be
 
     def composed(self, starts: Sequence[Scheme], in_others: Sequence[Scheme], in_longer: Sequence[Choice]) -> Choice:
         """The arithmetic of these records where none that is listed fits: from each of `starts`, of which the first is
@@ -150,6 +157,8 @@ class Composing:
         found, near = {start: self._left_of(start, few)}, [start]
         best = start
         while FINE < found[best] <= COARSE:  # states in float16 made 5e-11 of a layer whose floor was 1e-11
+            if len(found) > _MANY and self._is_mistaken():
+                return start, [start], found[start]
             ahead = near[:_ABREAST]
             changes = self._planner.changes(ahead, *self._records)
             if found[best] > BLIND:

@@ -4,7 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 from typing import NamedTuple
 
@@ -120,8 +120,15 @@ class Planning:
 
         Not of segments that one known mistake explains: to compose takes many passes (of a model of half a billion
         weights whose rope had another base in all layers two minutes, where the mistake was found in a quarter of one).
+        Of small layers that is asked where composing takes long, or steps of another size are mistaken.
         """
         mistaken: dict[Sort, bool] = {}
+
+        def is_known(sort: Sort) -> bool:
+            if sort not in mistaken:
+                mistaken[sort] = self._is_mistaken(by_sort[sort], choices, is_mistaken)
+            return mistaken[sort]
+
         heard: dict[Sort, set[tuple[Way | Scheme, bool]]] = {}
         by_themselves = {sort for sort in choices if all(sort.held)}  # which tell segments, where a step is a pass
         for sorts in (by_themselves, choices.keys() - by_themselves) * _ROUNDS:
@@ -132,25 +139,23 @@ class Planning:
                 in_longer = (scheme for other in elsewhere.longer for scheme in other.schemes)
                 hears = told | {(scheme, False) for scheme in (*elsewhere.sole, *in_longer)}
                 if sort not in heard or not all(_does(choice, one) for one, _ in hears - heard[sort]):
-                    if sort not in mistaken:
-                        mistaken[sort] = self._is_mistaken(choice, by_sort[sort], choices, is_mistaken)
-                    if mistaken[sort]:
+                    likely = any(mistaken.get(other) for other in filter(sort.is_but_for_tokens, mistaken))
+                    if (likely or self._is_dear(by_sort[sort])) and is_known(sort):
                         continue
                     if elsewhere.longer:
                         choice = self._behind_prompts(choice, by_sort[sort], _in_prompts(choices))
-                    choices[sort] = self._composed(choice, by_sort[sort], known, elsewhere)
+                    choices[sort] = self._composed(choice, by_sort[sort], known, elsewhere, partial(is_known, sort))
                 heard[sort] = hears
 
-    def _is_mistaken(
-        self, choice: Choice, records: list[OpRecord], choices: Mapping[Sort, Choice], is_mistaken: IsMistaken
-    ) -> bool:
-        """Whether of layers that nothing fits the one that is off by about as much as most is mistaken: of large ones,
-        where to try all mistakes, many together and by a few tokens, takes less than to compose an arithmetic.
-        """
-        if choice.settled or not self._planner.is_segment(records[0]):
-            return False
-        segment = self._recomputation.segment(records[0])
-        if len(layers_of(segment)) > 1 or self._recomputation.graph.weight_values(segment) < _DEAR:
+    def _is_dear(self, records: list[OpRecord]) -> bool:
+        """Whether to try all mistakes, many together and by a few tokens, takes less than to compose an arithmetic."""
+        return self._recomputation.graph.weight_values(self._recomputation.segment(records[0])) >= _DEAR
+
+    def _is_mistaken(self, records: list[OpRecord], choices: Mapping[Sort, Choice], is_mistaken: IsMistaken) -> bool:
+        """Whether of layers that nothing fits the one that is off by about as much as most is mistaken."""
+        choice = choices[self._planner.sort(records[0])]
+        is_layer = len(layers_of(self._recomputation.segment(records[0]))) <= 1
+        if choice.settled or not self._planner.is_segment(records[0]) or not is_layer:
             return False
         samples = sorted(self._samples(records), key=lambda record: self._fitting.left(record, choice.schemes[0]))
         found = is_mistaken(choices, samples[(len(samples) - 1) // 2])
@@ -213,7 +218,12 @@ class Planning:
         return [s for s in schemes if not all(any(way.is_of(s) for way in of_part) for of_part in sure)]
 
     def _composed(
-        self, choice: Choice, records: list[OpRecord], known: Sequence[Known], elsewhere: Elsewhere
+        self,
+        choice: Choice,
+        records: list[OpRecord],
+        known: Sequence[Known],
+        elsewhere: Elsewhere,
+        is_mistaken: Callable[[], bool],
     ) -> Choice:
         """Where nothing usual fits, or not one thing, or leaves more than next to nothing: parts that are done in ways
         of other engines, or weights that the engine quantised by itself, be it but for the head; from the nearest, and
@@ -247,9 +257,11 @@ class Planning:
 
         found = self._solved(asked, starts, as_told, records, elsewhere)
         if not found.settled:
-            found = Composing(self._fitting, self._planner, asked).composed(starts, elsewhere.sole, elsewhere.longer)
+            found = Composing(self._fitting, self._planner, asked, is_mistaken).composed(
+                starts, elsewhere.sole, elsewhere.longer
+            )
         if is_refused(found):
-            likely = Composing(self._fitting, self._planner, asked, is_like)
+            likely = Composing(self._fitting, self._planner, asked, is_mistaken, is_like)
             begun = [*filter(is_like, starts)] or starts
             found = likely.composed(begun, elsewhere.sole, elsewhere.longer)
         self._recomputation.forget()
@@ -257,7 +269,7 @@ class Planning:
             return choice
         whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
         again = 0 < len(found.unfit) < len(asked) and not through_segments
-        return self._composed(whole, records, known, elsewhere) if again else whole
+        return self._composed(whole, records, known, elsewhere, is_mistaken) if again else whole
 
     def _solved(
         self,

@@ -129,7 +129,7 @@ def _no_maximum(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
-    "softmax_axis", "the softmax runs along another axis", "the axis of the softmax: keys, the last one",
+    "softmax_axis", "the softmax, or its sum, runs along another axis", "the axis of the softmax: keys, the last one",
     SOFTMAX,
 )  # fmt: skip
 def _other_axis(op: Op, _: Context) -> Variants:
@@ -140,6 +140,15 @@ def _other_axis(op: Op, _: Context) -> Variants:
             without = ", with no mask" if not hides else ""
             function = partial(_along, op, axis=axis, hides=hides)
             yield computing(op, function), f"the softmax runs over {words} instead of keys{without}"
+        function = partial(_divided_along, op, axis=axis)
+        yield computing(op, function), f"exponentials are divided by their sum over {words} instead of keys"
+
+
+def _divided_along(op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *, axis: int, **_: Any) -> Tensor:
+    """Softmax of which the sum alone runs along an axis of [H, T, S]: 0 where all of that is hidden."""
+    shown = masked(op, scores, queries, keys)
+    exponentials = torch.exp(shown - shown.amax(-1, keepdim=True))
+    return exponentials / exponentials.sum(axis, keepdim=True)
 
 
 def _along(op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *, axis: int, hides: bool, **_: Any) -> Tensor:
@@ -300,12 +309,15 @@ def _other_sinks(op: Op, context: Context) -> Variants:
     if not op.weights:
         return
     n = op.weights[0].shape[0]
-    kv_head = torch.arange(n) // (n // (context.graph.hparams.n_head_kv or n))
+    n_kv = context.graph.hparams.n_head_kv or n
+    kv_head = torch.arange(n) // (n // n_kv)
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "each head has the sink of the next one": lambda sinks: sinks.roll(-1),
         "each head has the sink of the one before": lambda sinks: sinks.roll(1),
         "heads have the sinks in the reverse order": lambda sinks: sinks.flip(0),
         "each head has the sink that is of its KV head's number": lambda sinks: sinks[kv_head],
+        "the sinks lie with KV heads in the place of the queries of each": lambda sinks: _transposed(sinks, -1, n_kv),
+        "the sinks lie with the queries of each in the place of KV heads": lambda sinks: _transposed(sinks, n_kv, -1),
         "the sinks are added with the other sign": lambda sinks: -sinks,
         "the sinks are scaled as if they were scores": lambda sinks: sinks * op.attrs["scale"],
         "the sinks are 0, as if they had not been loaded": torch.zeros_like,
@@ -315,6 +327,10 @@ def _other_sinks(op: Op, context: Context) -> Variants:
     for of_sinks, words in ((False, "their largest"), (True, "the largest of both")):
         said = f"exponentials of the sinks are added as they are, though scores are less {words}"
         yield computing(op, partial(_unshifted, of_sinks)), said
+
+
+def _transposed(sinks: Tensor, n_rows: int, n_columns: int) -> Tensor:
+    return sinks.unflatten(0, (n_rows, n_columns)).T.flatten()
 
 
 def _with_sinks(

@@ -175,6 +175,16 @@ def _of_chosen(op: Op, graph: Graph) -> Op | None:
 
 
 @AREA.mistake(
+    "router_softmax_axis", "the softmax of a router runs over tokens", "the axis of the softmax: experts, the last one",
+    Where(("soft_max",)),
+)  # fmt: skip
+def _over_tokens(op: Op, _: Context) -> Variants:
+    if len(op.inputs) == 1 and not op.weights and op.axes[0] == "T":
+        words = "the softmax runs over the tokens of a step instead of experts"
+        yield computing(op, lambda x, scale=1.0, **_: torch.softmax(x * scale, 0)), words
+
+
+@AREA.mistake(
     "softmax_before_choice", "the softmax of the router is over all experts, where it is over the chosen ones",
     "the order of softmax and choice in the router", Where(("soft_max",)),
 )  # fmt: skip
@@ -406,6 +416,7 @@ def _not_looked_up(op: Op, _: Context) -> Variants:
         return values[:1].expand_as(values)
 
     yield reading(op, of_first), "expert 0 multiplies, whichever was chosen"
+    yield replace(op, rework=_Sorted()), "experts are taken in the order of their numbers, not in that of their scores"
     yield replace(op, rework=_BySlot()), "the first slot is of expert 0, the second of expert 1, whichever were chosen"
     if len(op.weights) > 1:
         yield replace(op, rework=_BiasBySlot()), "the bias is that of the slot's number, and not of the expert in it"
@@ -419,6 +430,16 @@ class _BySlot(Reread):
         """The input, and the slots' own numbers."""
         x, ids = inputs
         return [x, torch.arange(ids.shape[-1], device=ids.device, dtype=ids.dtype).expand_as(ids)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sorted(Reread):
+    """Experts stand in the order of their numbers."""
+
+    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The input, and the chosen numbers, sorted."""
+        x, ids = inputs
+        return [x, ids.sort(-1).values]
 
 
 @dataclass(frozen=True, slots=True)

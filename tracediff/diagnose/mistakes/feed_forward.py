@@ -30,6 +30,7 @@ from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
 Activation = Callable[[Tensor], Tensor]
+Held = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # gate and up
 _LOOK, _LINK = "which activation the model has there", "candle#3745"
 # What kinds of ops activate with, and the same with a gate.
 _ALONE = MappingProxyType({"silu": "SiLU", "gelu": "GELU (tanh)", "gelu_erf": "GELU (erf)",
@@ -39,6 +40,7 @@ _GATED = MappingProxyType({"swiglu": "SiLU", "geglu": "GELU (tanh)", "geglu_erf"
                            "geglu_quick": "quick GELU", "reglu": "ReLU", "swiglu_oai": "quick GELU",
                            "swiglu_clamp": "SiLU"})  # fmt: skip
 GATED = Where(tuple(_GATED))
+_HELD = ("swiglu_oai", "swiglu_clamp")  # within limits, which are not alike for gate and up
 # ggml_gelu is the form with tanh; Hugging Face's "gelu" (falcon, gptneox, mpt) is that with erf.
 _FORMS = ("GELU (erf)", "GELU (tanh)")
 _SAID_OF_ERF = ", which llama.cpp has for checkpoints that say GELU (erf), too"
@@ -103,6 +105,40 @@ for _name, (_text, _function) in _OF_BOTH.items():
     AREA.mistake(_name, _text.format("the activation"), _LOOK, GATED, _LINK)(_of_both(_text, _function))
 
 
+_SPLIT: dict[str, Held] = {
+    "gate and up are exchanged": lambda gate, up: (up, gate),
+    "gate and up lie by turns in one row, whose halves are taken for them": lambda gate, up: _halves(
+        torch.stack((gate, up), -1).flatten(-2)
+    ),
+    "gate and up are halves of one row, whose values are taken for theirs by turns": lambda gate, up: _by_turns(
+        torch.cat((gate, up), -1)
+    ),
+}
+
+
+def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = both.chunk(2, -1)
+    return first, second
+
+
+def _by_turns(both: Tensor) -> tuple[Tensor, Tensor]:
+    return both[..., ::2], both[..., 1::2]
+
+
+@AREA.mistake(
+    "gate_up_split", "gate and up are taken from what holds both in another way", "how gate and up are split", GATED
+)
+def _split_otherwise(op: Op, context: Context) -> Variants:
+    right = KINDS[op.kind].function
+    for words, way in _SPLIT.items() if context.seen else ():  # through a layer their weights' rows are said to lie so
+        if way is not _SPLIT["gate and up are exchanged"] or op.kind in _HELD:  # else it is the activation's argument
+            yield computing(op, partial(_of_split, right, way)), words
+
+
+def _of_split(right: Callable[..., Tensor], way: Held, gate: Tensor, up: Tensor, **attrs: float) -> Tensor:
+    return right(*way(gate, up), **attrs)
+
+
 @AREA.mistake(
     "act_sigmoid", "the sigmoid is not multiplied by its argument, or used for another activation", _LOOK,
     Where(("swiglu", *_ALONE)), _LINK,
@@ -125,7 +161,6 @@ def _skipped(op: Op, _: Context) -> Variants:
 
 
 _NEAR = (-1, -0.2, 0.2, 1)  # powers of two that a limit may be off by
-Held = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _held(right: Callable[..., Tensor], way: Held, gate: Tensor, up: Tensor, **attrs: float) -> Tensor:
@@ -144,7 +179,7 @@ def _held_within(
 
 @AREA.mistake(
     "act_limits", "gate and up are not held within their limits", "the clamp before the activation",
-    Where(("swiglu_oai", "swiglu_clamp")),
+    Where(_HELD),
 )  # fmt: skip
 def _no_limits(op: Op, context: Context) -> Variants:
     limit, right = op.attrs["limit"], KINDS[op.kind].function

@@ -237,17 +237,19 @@ def _twice(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
-    "norm_axis", "the mean of squares is taken over tokens, or over heads",
+    "norm_axis", "the mean of squares is taken over tokens, over heads, or over all there is",
     "the axis of the mean: channels, the last one", RMS_NORM,
 )  # fmt: skip
 def _other_axis(op: Op, _: Context) -> Variants:
     for axis, what in enumerate(("tokens", "heads")[: len(op.axes) - 1]):
-        averaged = _by_mean(op, partial(_mean_over, axis=axis))
+        averaged = _by_mean(op, partial(_mean_over, axes=(axis,)))
         yield averaged, f"squares are averaged over {what} instead of channels"
+    everything = _by_mean(op, partial(_mean_over, axes=tuple(range(len(op.axes)))))
+    yield everything, "squares are averaged over all tokens of a step, not of each by itself"
 
 
-def _mean_over(x: Tensor, axis: int) -> Tensor:
-    return x.square().mean(axis, keepdim=True)
+def _mean_over(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    return x.square().mean(axes, keepdim=True)
 
 
 @AREA.mistake("norm_skipped", "the norm is skipped", "whether the norm is applied at all", ANY_NORM, "aprender#2085")
