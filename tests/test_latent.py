@@ -4,13 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
 from conftest import some_of, trace_graph
 
+from tracediff import Recorder
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.errors import TraceError
 from tracediff.inspect.validate import validate
 from tracediff.judge import Policy
 from tracediff.model.families import load_graph
@@ -64,6 +67,22 @@ def test_an_engine_that_caches_keys_and_values_of_each_head_is_right(capture: st
     assert result.verdict == "match"
     assert any("judged with keys and values of each head" in note for note in result.notes)
     assert validate(path, model.path).n_violations == 0
+
+
+def test_either_form_may_be_recorded_call_by_call(tiny: Tiny, tmp_path: Path) -> None:
+    """A recorder that knew the model refused heads where it knows latents."""
+    model = Model(tiny("deepseek2"))
+    for n, graph in enumerate((model.graph, of_heads(model.path))):
+        path = trace_graph(graph, model.file, tmp_path / f"{n}.trace", TOKENS)
+        trace = Trace(path)
+        with Recorder(tmp_path / f"{n}.again", gguf=model.path) as recorder:
+            recorder.step(TOKENS)
+            for (_, op), record in trace.ops.items():
+                recorder(op, trace.values(record))
+            recorder.step(TOKENS[:1])
+            with pytest.raises(TraceError, match=r"shape \[1, 6, 7\] in step 1; this model's is \[.*\] or \[.*\] for"):
+                recorder("blk.0.attn_q_rope", np.zeros((1, 6, 7), np.float32))
+        assert check_trace(tmp_path / f"{n}.again", model.path).verdict == "match"
 
 
 def test_records_of_each_head_are_judged_though_they_are_most(tiny: Tiny, tmp_path: Path, cli) -> None:

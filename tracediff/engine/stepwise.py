@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tracediff.engine import recorder
 from tracediff.errors import TraceError
+from tracediff.model.latent import expanded
 from tracediff.model.model import Model
 from tracediff.names import Capture
 from tracediff.trace.format import Rows
@@ -55,6 +56,8 @@ class Recorder:
         self._capture = capture
         self._model = Model(Path(gguf)) if gguf is not None else None
         self._graph = self._model.graph if self._model else None
+        of_heads = expanded(self._graph) if self._graph else None  # of latent attention engines may have either form
+        self._forms = [graph for graph in (self._graph, of_heads) if graph]
         self._step = -1
         # Of each sequence: its tokens before the step, and in it; and what was recorded of it in this step.
         self._before: Counter[int] = Counter()
@@ -124,20 +127,22 @@ class Recorder:
         """Raises TraceError where the model has no such op, or one of another shape. More keys than there are, or
         fewer, may be the engine's mistake, which the trace is to show.
         """
-        if self._graph is None:
+        if not self._forms:
             return
-        graph = self._graph.with_scores([op])
-        if op not in graph:
-            near = get_close_matches(op, graph.ops, 3) or [*graph.ops][:3]
+        forms = [graph for form in self._forms if op in (graph := form.with_scores([op]))]
+        if not forms:
+            known = dict.fromkeys(name for form in self._forms for name in form.ops)
+            near, arch = get_close_matches(op, known, 3) or [*known][:3], self._forms[0].hparams.arch
             raise TraceError(
-                f"{op}: no op of this {graph.hparams.arch} model. Near it: {', '.join(near)}. `tracediff inspect "
-                "MODEL` lists all."
+                f"{op}: no op of this {arch} model. Near it: {', '.join(near)}. `tracediff inspect MODEL` lists all."
             )
-        expected = graph[op].shape(n_rows, n_positions - n_rows)
-        wrong = misfit(op, shape, expected, may_be_flat=graph[op].axes[0] == "T")
-        if wrong and wrong.axes != ("key",):
+        expected = [form[op].shape(n_rows, n_positions - n_rows) for form in forms]
+        each = zip(forms, expected, strict=True)
+        wrong = [misfit(op, shape, right, may_be_flat=form[op].axes[0] == "T") for form, right in each]
+        if all(one and one.axes != ("key",) for one in wrong):
+            shapes = " or ".join(dict.fromkeys(str(list(right)) for right in expected))
             raise TraceError(
-                f"{op}: shape {list(shape)} in step {self._step}; this model's is {list(expected)} for "
+                f"{op}: shape {list(shape)} in step {self._step}; this model's is {shapes} for "
                 f"{n_rows} tokens of {n_positions} so far. For some tokens of the step alone give rows=[...]; of a "
                 "batch give scores and probabilities with sequence=K."
             )
