@@ -75,14 +75,14 @@ def test_either_form_may_be_recorded_call_by_call(tiny: Tiny, tmp_path: Path) ->
     for n, graph in enumerate((model.graph, of_heads(model.path))):
         path = trace_graph(graph, model.file, tmp_path / f"{n}.trace", TOKENS)
         trace = Trace(path)
-        with Recorder(tmp_path / f"{n}.again", gguf=model.path) as recorder:
+        with Recorder(tmp_path / f"{n}.again.trace", gguf=model.path) as recorder:
             recorder.step(TOKENS)
             for (_, op), record in trace.ops.items():
                 recorder(op, trace.values(record))
             recorder.step(TOKENS[:1])
             with pytest.raises(TraceError, match=r"shape \[1, 6, 7\] in step 1; this model's is \[.*\] or \[.*\] for"):
                 recorder("blk.0.attn_q_rope", np.zeros((1, 6, 7), np.float32))
-        assert check_trace(tmp_path / f"{n}.again", model.path).verdict == "match"
+        assert check_trace(tmp_path / f"{n}.again.trace", model.path).verdict == "match"
 
 
 def test_records_of_each_head_are_judged_though_they_are_most(tiny: Tiny, tmp_path: Path, cli) -> None:
