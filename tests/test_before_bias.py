@@ -35,7 +35,10 @@ def traced(model: Model, out: Path, short: torch.dtype, capture: Capture = "all"
 
 
 @pytest.mark.parametrize("weights", [pytest.param("F16", marks=pytest.mark.slow), "Q8_0"])
-@pytest.mark.parametrize(("short", "words"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
+@pytest.mark.parametrize(
+    ("short", "words"),
+    [(torch.bfloat16, "bfloat16"), pytest.param(torch.float16, "float16", marks=pytest.mark.slow)],
+)
 def test_a_product_is_rounded_before_its_bias(
     short: torch.dtype, words: str, weights: str, models: Models, tmp_path: Path
 ) -> None:

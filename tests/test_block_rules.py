@@ -142,7 +142,16 @@ def test_kernels_read_blocks_as_they_are_read(type_: str) -> None:
             assert one(fields).values().shape == fields.values().shape
 
 
-@pytest.mark.parametrize(("type_", "rule", "said"), RULES, ids=[f"{t}-{type(r).__name__}" for t, r, _ in RULES])
+# Of each way to be wrong one in a type.
+LONG = {("Q4_1", "Shared"), ("Q4_1", "Kernel"), ("Q4_K", "OfBits"), ("Q5_0", "Order"), ("Q6_K", "OfBits"), ("Q8_0", "Scaled"),
+        ("Q5_K", "Kernel"), ("Q2_K", "Order")}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("type_", "rule", "said"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * ((one[0], type(one[1]).__name__) in LONG)) for one in RULES],
+    ids=[f"{t}-{type(r).__name__}" for t, r, _ in RULES],
+)
 def test_a_rule_that_nobody_listed_is_told(type_: str, rule: Rule, said: str, models: Models, tmp_path: Path) -> None:
     """In matmuls and in the embedding alike, which are one finding."""
     path = models("k-quants", FILES.get(type_, type_))
