@@ -142,9 +142,10 @@ def test_kernels_read_blocks_as_they_are_read(type_: str) -> None:
             assert one(fields).values().shape == fields.values().shape
 
 
-# Of each way to be wrong one in a type.
-LONG = {("Q4_1", "Shared"), ("Q4_1", "Kernel"), ("Q4_K", "OfBits"), ("Q5_0", "Order"), ("Q6_K", "OfBits"), ("Q8_0", "Scaled"),
-        ("Q5_K", "Kernel"), ("Q2_K", "Order")}  # fmt: skip
+LONG = {  # of each way to be wrong one type is enough
+    ("Q4_1", "Shared"), ("Q4_1", "Kernel"), ("Q4_K", "OfBits"), ("Q5_0", "Order"), ("Q6_K", "OfBits"),
+    ("Q8_0", "Scaled"), ("Q5_K", "Kernel"), ("Q2_K", "Order"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,8 @@ def test_it_is_named_where_every_op_is_recorded(case: str, models: Models, tmp_p
 LONG = {
     "positions by any factor", "a soft cap of any size", "positions halved", "a soft cap of another model",
     "angles in float16", "nothing that is rescaled", "a softmax over a padded cache", "a cache that is a ring",
-    "a softmax with one more term", "a mask that is added", "Q and K normed over all heads", "a sum that is not rescaled",
+    "a softmax with one more term", "a mask that is added", "Q and K normed over all heads",
+    "a sum that is not rescaled",
 }  # fmt: skip
 
 
