@@ -105,23 +105,13 @@ for _name, (_text, _function) in _OF_BOTH.items():
     AREA.mistake(_name, _text.format("the activation"), _LOOK, GATED, _LINK)(_of_both(_text, _function))
 
 
-_SPLIT: dict[str, Held] = {
-    "gate and up are exchanged": lambda gate, up: (up, gate),
-    "gate and up lie by turns in one row, whose halves are taken for them": lambda gate, up: _halves(
-        torch.stack((gate, up), -1).flatten(-2)
-    ),
-    "gate and up are halves of one row, whose values are taken for theirs by turns": lambda gate, up: _by_turns(
-        torch.cat((gate, up), -1)
-    ),
-}
-
-
-def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = both.chunk(2, -1)
+def _halves(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = torch.stack((gate, up), -1).flatten(-2).chunk(2, -1)
     return first, second
 
 
-def _by_turns(both: Tensor) -> tuple[Tensor, Tensor]:
+def _by_turns(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    both = torch.cat((gate, up), -1)
     return both[..., ::2], both[..., 1::2]
 
 
@@ -129,10 +119,16 @@ def _by_turns(both: Tensor) -> tuple[Tensor, Tensor]:
     "gate_up_split", "gate and up are taken from what holds both in another way", "how gate and up are split", GATED
 )
 def _split_otherwise(op: Op, context: Context) -> Variants:
-    right = KINDS[op.kind].function
-    for words, way in _SPLIT.items() if context.seen else ():  # through a layer their weights' rows are said to lie so
-        if way is not _SPLIT["gate and up are exchanged"] or op.kind in _HELD:  # else it is the activation's argument
-            yield computing(op, partial(_of_split, right, way)), words
+    if context.seen is None:
+        return  # through a layer it is said of the rows of their weights
+    ways: dict[str, Held] = {
+        "gate and up lie by turns in one row, whose halves are taken for them": _halves,
+        "gate and up are halves of one row, whose values are taken for theirs by turns": _by_turns,
+    }
+    if op.kind in _HELD:  # of others it is the activation that is applied to up
+        ways["gate and up are exchanged"] = lambda gate, up: (up, gate)
+    for words, way in ways.items():
+        yield computing(op, partial(_of_split, KINDS[op.kind].function, way)), words
 
 
 def _of_split(right: Callable[..., Tensor], way: Held, gate: Tensor, up: Tensor, **attrs: float) -> Tensor:
