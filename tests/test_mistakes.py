@@ -40,6 +40,7 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import softmax
 from tracediff.numerics.kinds.kind import Energy
 from tracediff.numerics.kinds.recurrent import ssm_scan
+from tracediff.numerics.kinds.rope import Rope
 from tracediff.numerics.views import seen
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.replay.replay import Replay
@@ -188,9 +189,19 @@ def sinks_by_kv_heads(
     return softmax(scores, queries, keys, torch.cat([sinks[head::n_kv] for head in range(n_kv)]), **attrs)
 
 
+def sines_of_rows_twice_as_long(x: torch.Tensor, positions: torch.Tensor, *, rope: Rope) -> torch.Tensor:
+    """Halves turn."""
+    at = positions.double()[:, None] * rope.theta ** (-torch.arange(0, rope.n_rot, 2).double() / rope.n_rot)
+    cos, sin = at[:, None].cos(), (2 * at)[:, None].sin()
+    first, second = x[..., : rope.n_rot // 2], x[..., rope.n_rot // 2 :]
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
+
+
 @pytest.mark.parametrize(
     ("arch", "ops", "function", "text"),
     [
+        ("qwen3moe", "attn_k_rope", sines_of_rows_twice_as_long,
+         "attn_k_rope in both layers: sin is that of twice the position."),
         ("gpt-oss", "ffn_moe_swiglu_oai", lambda gate, up, **attrs: oai(up, gate, **attrs),
          "ffn_moe_swiglu_oai in both layers: gate and up are exchanged."),
         ("gpt-oss", "ffn_moe_swiglu_oai",
@@ -207,7 +218,7 @@ def sinks_by_kv_heads(
 def test_an_axis_or_a_split_is_another(
     arch: str, ops: str, function: Callable[..., torch.Tensor], text: str, tiny: Tiny, tmp_path: Path
 ) -> None:
-    """What gpt_oss's and llama3.np's authors could have written."""
+    """What the authors of picolm, gpt_oss and llama3.np could have written."""
     model = Model(tiny(arch))
     wrong = [replace(op, function=function) for op in model.graph if op.name.endswith(f".{ops}")]
     path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", TOKENS, (7,))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -269,6 +270,40 @@ def _turned(
     cos, sin = by.cos() * rope.magnitude, by.sin() * rope.magnitude
     other = together(-b, a, rope) if crossed else together(-a, b, rope)
     return torch.cat((before, rotated * cos + other * sin, rest), -1).to(x.dtype)
+
+
+# What one of two tables is read by, of a pair's own angles [T, pairs] and those of position 1, the likeliest first.
+_ELSEWHERE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "twice the position": lambda by, _: 2 * by,
+    "half the position": lambda by, _: by / 2,
+    "the next position": lambda by, one: by + one,
+    "the position before": lambda by, one: by - one,
+    "the next pair": lambda by, _: by.roll(-1, -1),
+    "the pair before": lambda by, _: by.roll(1, -1),
+}
+
+
+@AREA.mistake(
+    "rope_tables_apart", "sines are those of another angle than cosines are",
+    "how rows of the tables of cos and of sin are found: both have as many values", ROPE,
+)  # fmt: skip
+def _apart(op: Op, context: Context) -> Variants:
+    for words, angles in islice(_ELSEWHERE.items(), None if context.seen else 1):
+        for i, which in enumerate(("cos", "sin")):
+            yield computing(op, partial(_turned_apart, angles=angles, i=i)), f"{which} is that of {words}"
+
+
+def _turned_apart(
+    x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope,
+    angles: Callable[[Tensor, Tensor], Tensor], i: int, **_: Any,
+) -> Tensor:  # fmt: skip
+    """With other angles in cosines, or in sines, the second."""
+    before, rotated, rest = x.tensor_split((rope.first, rope.first + rope.n_rot), -1)
+    right, one = (rope_angles(at, factors, rope)[:, None] for at in (positions, torch.ones_like(positions[:1])))
+    of_cos, of_sin = (angles(right, one) if i == k else right for k in range(2))
+    cos, sin = of_cos.cos() * rope.magnitude, of_sin.sin() * rope.magnitude
+    a, b = pairs_of(rotated, rope)
+    return torch.cat((before, together(a * cos - b * sin, a * sin + b * cos, rope), rest), -1).to(x.dtype)
 
 
 @AREA.mistake(
