@@ -288,19 +288,19 @@ _ELSEWHERE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "how rows of the tables of cos and of sin are found: both have as many values", ROPE,
 )  # fmt: skip
 def _apart(op: Op, context: Context) -> Variants:
-    for words, angles in islice(_ELSEWHERE.items(), None if context.seen else 1):
+    for words, move in islice(_ELSEWHERE.items(), None if context.seen else 1):
         for i, which in enumerate(("cos", "sin")):
-            yield computing(op, partial(_turned_apart, angles=angles, i=i)), f"{which} is that of {words}"
+            yield computing(op, partial(_turned_apart, move=move, i=i)), f"{which} is that of {words}"
 
 
 def _turned_apart(
     x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope,
-    angles: Callable[[Tensor, Tensor], Tensor], i: int, **_: Any,
+    move: Callable[[Tensor, Tensor], Tensor], i: int, **_: Any,
 ) -> Tensor:  # fmt: skip
     """With other angles in cosines, or in sines, the second."""
     before, rotated, rest = x.tensor_split((rope.first, rope.first + rope.n_rot), -1)
     right, one = (rope_angles(at, factors, rope)[:, None] for at in (positions, torch.ones_like(positions[:1])))
-    of_cos, of_sin = (angles(right, one) if i == k else right for k in range(2))
+    of_cos, of_sin = (move(right, one) if i == k else right for k in range(2))
     cos, sin = of_cos.cos() * rope.magnitude, of_sin.sin() * rope.magnitude
     a, b = pairs_of(rotated, rope)
     return torch.cat((before, together(a * cos - b * sin, a * sin + b * cos, rope), rest), -1).to(x.dtype)
