@@ -115,8 +115,8 @@ def _noise(made: Made) -> Noise:
     rope, y, unit = made.op.attrs["rope"], made.y, made.unit
     factors = made.weights.load(made.op.weights[0]) if made.op.weights else None
     angles = rope_angles(made.inputs[1], factors, rope).abs()
-    if made.op.function and not _is_right(made, factors):  # a mistaken one may turn any pair as fast as the first
-        angles = torch.maximum(angles, made.inputs[1].abs().to(angles)[:, None])
+    if made.op.function and not _is_right(made, factors):  # a mistaken one may turn any pair as the first at 2 p
+        angles = torch.maximum(angles, 2 * made.inputs[1].abs().to(angles)[:, None])
     steps = torch.arange(rope.n_rot // 2, device=y.device) + 3.0
     slip = unit * (angles * steps + 2)
     if coarse := made.op.attrs.get("angles"):
