@@ -383,7 +383,7 @@ class Replay:
         choices = dict(self.plan.choices)
         for other in filter(sort.is_but_for_tokens, self.plan.choices):
             theirs = choices[other]
-            if theirs.settled and theirs.nmse > NOTHING and not all(other.held):
+            if theirs.settled and found.nmse <= NOTHING < theirs.nmse and not all(other.held):
                 # There what few engines have explains a record as mistaken as the others: of one token it soon does.
                 both = dict(zip((*found.schemes, *theirs.schemes), (*said, *theirs.said), strict=True))
                 choices[other] = replace(theirs, schemes=(*both,), said=(*both.values(),), settled=False)
