@@ -220,6 +220,9 @@ def test_steps_that_end_alike_are_loud_unless_the_reference_does_the_same(pair: 
     assert "what a new token changes does not reach the end." in said
     same = words(compare_traces(candidate, candidate))
     assert "(reference 1.00e-06), the least of 2 pairs: nearly the same; so it is in the reference." in same
+    for step in (1, 2):  # of NaN nothing differs
+        edit(candidate, step, "output_norm", a * np.nan)
+    assert compare_traces(reference, candidate).normal.ends == ()
 
 
 @pytest.mark.parametrize(("shape", "weights"), [("qwen2", "F32"), ("llama", "Q8_0"), ("k-quants", "Q4_K_M")])

@@ -119,8 +119,8 @@ def _final(trace: Trace, *steps: int) -> str | None:
 
 def _likeness(trace: Trace, op: str, steps: tuple[int, int]) -> Likeness | None:
     a, b = (trace.last_row(step, op) for step in steps)
-    if a is None or b is None or a.shape != b.shape:
-        return None
+    if a is None or b is None or a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return None  # of NaN nothing is compared, and nothing would differ
     drift = compare_values(a, b, first_token=False)[2]
     return Likeness(drift.nmse, drift.cosine)
 
