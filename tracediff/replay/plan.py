@@ -22,7 +22,7 @@ from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit, tr
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import in_rows_of, rounding_named
-from tracediff.numerics.schemes import IN_SINGLE, WAYS, Way, unlisted
+from tracediff.numerics.schemes import IN_SINGLE, TF32S, WAYS, Way, unlisted
 from tracediff.replay.recorded import Recorded
 from tracediff.trace.format import OpRecord
 
@@ -245,7 +245,7 @@ class Planner:
         tokens = self._recorded.tokens(record.step)
         for scheme in (one.in_steps_of(tokens) for one in schemes):
             is_possible = self._sums_so(record, scheme.values) and self._norms_so(record, scheme.normed)
-            if len(schemes) > 1 and not is_possible:
+            if len(schemes) > 1 and not (is_possible and _in_half_so(record.dtype, scheme)):
                 continue
             if self._rows_fit(covered, of := self._rounds(scheme, covered)):
                 found.setdefault((of, scheme.prompts), scheme)
@@ -332,6 +332,18 @@ class Planner:
     def _norms_product(self, op: Op) -> bool:
         """Whether it is a norm of what a matmul makes, as those of queries and keys are."""
         return op.kind == "rms_norm" and op.inputs[0] in self._graph and self._graph[op.inputs[0]].kind == "linear"
+
+
+def _in_half_so(dtype: str | None, scheme: Scheme) -> bool:
+    """Whether an engine that writes values of this type, if it is a half precision, would do so: TF32 is for operands
+    in float32, and no step between is rounded to the other half.
+    """
+    if dtype not in HALVES:
+        return True
+    of = scheme.linear, scheme.scores, scheme.values
+    between = scheme.added, scheme.scaled, *(x for one in of for x in (one.products, one.before_bias, one.biases))
+    multiplied = (x for one in of for x in (one.operands, one.stored))
+    return not ({*between} & {*HALVES} - {dtype} or any(x in TF32S for x in multiplied))
 
 
 def _caches_so(held: str, scheme: Scheme) -> bool:
