@@ -422,7 +422,8 @@ _FLOAT32_SUMS = 1e-6  # of the mean: what sums in float32 are off by
 def _in_half(op: Op, context: Context) -> Variants:
     for dtype, of_root in product(("bf16", "f16"), (True, False)):
         steps = f"squares, their mean{', its root' * of_root} and the normed value"
-        words = f"{steps} are rounded to {rounding_named(dtype).words}, one by one"
+        overflow = ": squares of values beyond 255 overflow" * (dtype == "f16")
+        words = f"{steps} are rounded to {rounding_named(dtype).words}, one by one{overflow}"
         rows = _of_roots(op, context, dtype) if of_root and context.seen else (of_root,)
         yield replace(op, rework=_InHalf(dtype, rows)), words
 
