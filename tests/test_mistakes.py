@@ -226,6 +226,23 @@ def test_an_axis_or_a_split_is_another(
     assert finding.text == text
 
 
+def test_a_mistake_of_prompts_alone_is_named_where_they_hand_on_a_state(tiny: Tiny, tmp_path: Path) -> None:
+    """Of mamba2-minimal, whose chunks are computed otherwise than its steps: what steps read was recorded."""
+    model = Model(tiny("mamba2"))
+
+    def without_rate(
+        state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, *others: Any, **attrs: Any
+    ) -> torch.Tensor:
+        rate = torch.nn.functional.softplus(dt)[..., None] if len(x) > 1 else 1
+        return ssm_scan(state, x / rate, dt, *others, **attrs)
+
+    wrong = [replace(op, function=without_rate) for op in model.graph if op.kind == "ssm_scan"]
+    whole = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", TOKENS, (7,), (9,), (4,))
+    path = some_of(whole, tmp_path / "b.trace", lambda op: "state" not in op)
+    (finding,) = check_trace(path, model).findings
+    assert finding.text.endswith("in step 0: ssm_scan: what flows in is B x, where dt B x belongs.")
+
+
 @pytest.mark.parametrize(
     ("capture", "window"), [("all", 0), ("layers", 4), pytest.param("layers", 0, marks=pytest.mark.slow)]
 )

@@ -289,7 +289,8 @@ class Kin:
         """Whether what it changes is read in later steps, as from a cache, within what is recomputed: then it was tried
         in the steps before as well, and cannot be said of some steps alone.
         """
-        return self._is_read_later(self._after(tried.ops, record), record)
+        whole = record.rows is None  # then later steps read what was recorded of it
+        return self._is_read_later(self._after(tried.ops, record, through_record=not whole), record)
 
     def _is_read_later(self, names: set[str], record: OpRecord) -> bool:
         """Whether what is recomputed for the record reads any of these of earlier steps."""
@@ -302,11 +303,17 @@ class Kin:
         """
         return record.op not in self._after(tried.ops, record, through_choices=False)
 
-    def _after(self, ops: Sequence[Op], record: OpRecord, through_choices: bool = True) -> set[str]:
+    def _after(
+        self, ops: Sequence[Op], record: OpRecord, through_choices: bool = True, through_record: bool = True
+    ) -> set[str]:
         """These ops, and what is made of them in the same step that was not recorded, or is the record."""
-        made, recorded = {op.name for op in ops}, self.replay.trace.ops
+
+        def is_recorded(name: str) -> bool:
+            return (record.step, name) in self.replay.trace.ops and not (through_record and name == record.op)
+
+        made = {op.name for op in ops if not is_recorded(op.name)}
         for op in self.replay.graph:
-            if op.name != record.op and (record.step, op.name) in recorded:
+            if is_recorded(op.name):
                 continue
             reads = any(name in made and past not in ("earlier", "before") for name, past in op.reads)
             if reads and op.kind != "state" and (through_choices or KINDS[op.kind].picks is None):
