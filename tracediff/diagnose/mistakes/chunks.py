@@ -15,7 +15,7 @@ from torch import Tensor
 from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where, computing, first_wrong
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.kinds.elementwise import softplus
+from tracediff.numerics.kinds.elementwise import softplus, softplus_as_computed
 from tracediff.numerics.kinds.recurrent import gated_delta_net, in_chunks, ssm_scan
 
 AREA = Area()
@@ -148,7 +148,7 @@ def _ssm(state: Tensor, tokens: Sequence[Tensor], weights: Sequence[Tensor]) -> 
     x, dt, b, c = tokens
     (a,) = weights
     logs = (softplus(dt)[..., None] * a.reshape(x.shape[1], -1))[:, :, None]
-    made = ssm_scan(state, x, dt, b, c, a, logs=in_chunks)
+    made = ssm_scan(state, x, dt, b, c, a, softplus=softplus_as_computed, logs=in_chunks)
     values, left = made[: x.numel()].reshape(x.shape), made[x.numel() :].reshape(state.shape)
     return _Chunk(tokens, weights, values, state, left, logs)
 

@@ -16,7 +16,7 @@ from tracediff.model.graph import Extent, Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import local_name, split
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.kinds.elementwise import softplus
+from tracediff.numerics.kinds.elementwise import softplus_as_computed
 from tracediff.numerics.kinds.recurrent import delta_step, gated_delta_net, outer, scan_step, ssm_conv, ssm_scan, times
 
 AREA = Area()
@@ -243,24 +243,27 @@ _SCANS: Mapping[str, Scan] = MappingProxyType({
 })  # fmt: skip
 
 
+_scan = partial(ssm_scan, softplus=softplus_as_computed)  # whose noise engines have
+
+
 @AREA.mistake(
     "state_space", "the recurrence of a state space is another",
     "the recurrence: state = exp(dt a) state + dt B x, and C reads the result", Where(("ssm_scan",)),
 )  # fmt: skip
 def _state_space(op: Op, _: Context) -> Variants:
     for words, step in _SCANS.items():
-        yield computing(op, partial(ssm_scan, step=step)), words
+        yield computing(op, partial(_scan, step=step)), words
     for words, read in (("C stands for B too", (0, 1, 2, 4, 4, 5)), ("B stands for C too", (0, 1, 2, 3, 3, 5))):
-        yield computing(op, lambda *x, read=read, **attrs: ssm_scan(*(x[i] for i in read), **attrs)), words
+        yield computing(op, lambda *x, read=read, **attrs: _scan(*(x[i] for i in read), **attrs)), words
 
     def without_rate(state: Tensor, x: Tensor, dt: Tensor, *others: Tensor, **attrs: Any) -> Tensor:
-        return ssm_scan(state, x / softplus(dt)[..., None], dt, *others, **attrs)
+        return _scan(state, x / softplus_as_computed(dt)[..., None], dt, *others, **attrs)
 
     yield computing(op, without_rate), "what flows in is B x, where dt B x belongs"
 
     def transposed(state: Tensor, x: Tensor, *others: Tensor, **attrs: Any) -> Tensor:
         n_head, size = x.shape[1:]
-        return ssm_scan(state.reshape(n_head, -1, size).mT.reshape(n_head, size, -1), x, *others, **attrs)
+        return _scan(state.reshape(n_head, -1, size).mT.reshape(n_head, size, -1), x, *others, **attrs)
 
     yield computing(op, transposed), "the state of the step before is read transposed"
 
