@@ -109,6 +109,18 @@ def test_what_no_trace_can_hold_is_refused_as_it_comes(
             call(r)
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_array_that_nobody_may_write_to_is_read_in_silence(tmp_path: Path) -> None:
+    """As those of gguf-py are: torch warned of it."""
+    values = np.arange(6.0, dtype=np.float32)
+    values.flags.writeable = False
+    with tracediff.Recorder(tmp_path / "t.trace") as record:
+        record.weight("output_norm.weight", values)
+        record.step([1])
+    trace = Trace(tmp_path / "t.trace")
+    assert np.array_equal(trace.values(trace.weights["output_norm.weight"]), values)
+
+
 def test_another_number_of_keys_is_recorded(models: Models, tmp_path: Path) -> None:
     """It is what the engine did: the trace shows it."""
     model = models("qwen2", "F32")

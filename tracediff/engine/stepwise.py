@@ -156,7 +156,9 @@ def _integers(values: Any) -> list[int]:
 def _tensor(name: str, values: Any) -> Tensor:
     """Values as a torch tensor of a type that a trace has; shorter floats become float32, exactly."""
     if not isinstance(values, Tensor):
-        array = np.ascontiguousarray(values)  # which has no negative strides
+        array = np.require(
+            values, requirements=["C", "W"]
+        )  # no negative strides, and none that torch warns of as read-only
         if array.dtype.name == "bfloat16":  # of ml_dtypes, as jax has it
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype.name not in ("float64", "float32", "float16"):
