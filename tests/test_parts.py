@@ -136,9 +136,8 @@ def findings(model: Model, out: Path, edit: Edit, capture: str) -> list[str]:
         ("lfm2", activated, "all", "shortconv.conv in layer 1: every value is silu of what it should be."),
         ("gptneox", by_head, "layers", "both layers (seen in ffn_residual): attn_q_rope, attn_k_rope, attn_v: attn_qkv "
          "is split in another order, as if each part had its heads side by side."),
-        ("glm4", by_turns, "all", "ffn_act in both layers: ffn_up is split in another order, the parts' channels by "
-         "turns: every 2nd channel is read, from 0 on, where 0 to 159 belong; every 2nd channel is read, from 1 on, "
-         "where 160 to 319 belong."),
+        ("glm4", by_turns, "all", "ffn_act in both layers: gate and up are halves of one row, whose values are taken "
+         "for theirs by turns."),
         ("glm4", last_channels, "all", "attn_q_rope and attn_k_rope in both layers: channels 8 to 15 of each head are "
          "rotated, where 0 to 7 are to be."),
         ("qwen3moe", first_expert, "all", "ffn_down_exps in both layers: slot s reads slot 0 of ffn_moe_topk, where s "
