@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Models
+from conftest import Models, trace_graph
 
+from tracediff.model.model import Model
 from tracediff.pipeline import Effort, check_trace
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
@@ -141,3 +142,13 @@ def test_the_op_that_a_name_is_near_to_is_asked_for(models: Models, torch_trace:
     trace.write_text(trace.read_text().replace("attn_kqv", "attn_qkv"))
     said = [one.text for one in check_trace(trace, model).said if one.about == "gaps"]
     assert any("attn_qkv in 3 layers. Is attn_qkv attn_kqv, which was not recorded?" in text for text in said), said
+
+
+def test_ids_that_were_fed_are_no_others(models: Models, tmp_path: Path) -> None:
+    """Of a table that is as the file has it, held to an arithmetic in which it is not."""
+    model = Model(models("qwen3", "F16"))
+    path = trace_graph(model.graph, model.file, tmp_path / "t.trace", (256, 84, 104, 101))
+    asked = "weights in int8 rows with bfloat16 scales (largest / 127)"
+    result = check_trace(path, model, arithmetic=asked, effort=Effort(seconds=1))
+    assert "token_embd" in {op.op for op in result.faulty}
+    assert not any("ids" in finding.text for finding in result.findings)
