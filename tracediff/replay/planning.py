@@ -232,10 +232,14 @@ class Planning:
         samples, nearest = self._samples(records), choice.schemes[0]
         starts, as_told = [nearest], EXACTLY
         if choice.nmse > NOTHING:
-            half = records[0].dtype  # what is held in integers is read in it, too
-            begun = [EXACTLY, scheme_named(phrase("activations and weights", half))] if half in HALVES else [EXACTLY]
-            told = [reduce(lambda scheme, one: one.ways[0].of(scheme), _best(known).values(), one) for one in begun]
-            as_told, starts = told[0], [*self._planner.suiting((nearest, *told), *records)]
+            best = _best(known)
+            as_told = reduce(lambda scheme, one: one.ways[0].of(scheme), best.values(), EXACTLY)
+            told = [as_told]
+            if (half := records[0].dtype) in HALVES:  # then what is held in integers is read in it, as activations are
+                others = (one for part, one in best.items() if part != "activations")
+                read = scheme_named(phrase("activations and weights", half))
+                told.append(reduce(lambda scheme, one: one.ways[0].of(scheme), others, read))
+            starts = [*self._planner.suiting((nearest, *told), *records)]
         doubtful = (len(choice.schemes) > 1 or len(starts) > 1) and not choice.by_op
         asked = choice.unfit or (samples if doubtful else ())
         through_segments = self._planner.is_segment(records[0])
