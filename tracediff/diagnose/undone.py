@@ -40,9 +40,8 @@ def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResul
     readers = {op.name: _readers(op.name, replay.graph, recorded) for op in replay.graph if op.name in recorded}
     with suppress(OutOfTime), torch.inference_mode():
         for together in _joined(errors, readers):
-            if not any(
-                readers[name] & {*together} - {name} for name in together
-            ):  # a scan reads the state that it left
+            # A scan reads the state that it left.
+            if not any(readers[name] & {*together} - {name} for name in together):
                 continue  # what reads them is right by what was recorded: so that is what was computed
             names = frozenset(map(local_name, together))
             for left_out in _ways(together, readers) if names not in in_vain else ():

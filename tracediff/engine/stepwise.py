@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tracediff.engine import recorder
 from tracediff.errors import TraceError
-from tracediff.model.latent import expanded
 from tracediff.model.model import Model
 from tracediff.names import Capture
 from tracediff.trace.format import Rows
@@ -56,8 +55,8 @@ class Recorder:
         self._capture = capture
         self._model = Model(Path(gguf)) if gguf is not None else None
         self._graph = self._model.graph if self._model else None
-        of_heads = expanded(self._graph) if self._graph else None  # of latent attention engines may have either form
-        self._forms = [graph for graph in (self._graph, of_heads) if graph]
+        of_heads = self._model.expanded() if self._model else None  # of latent attention engines may have either form
+        self._forms = [model.graph for model in (self._model, of_heads) if model]
         self._step = -1
         # Of each sequence: its tokens before the step, and in it; and what was recorded of it in this step.
         self._before: Counter[int] = Counter()
@@ -156,9 +155,8 @@ def _integers(values: Any) -> list[int]:
 def _tensor(name: str, values: Any) -> Tensor:
     """Values as a torch tensor of a type that a trace has; shorter floats become float32, exactly."""
     if not isinstance(values, Tensor):
-        array = np.require(
-            values, requirements=["C", "W"]
-        )  # no negative strides, and none that torch warns of as read-only
+        # Torch takes no negative strides, and warns of what nobody may write to.
+        array = np.require(values, requirements=["C", "W"])
         if array.dtype.name == "bfloat16":  # of ml_dtypes, as jax has it
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype.name not in ("float64", "float32", "float16"):

@@ -65,9 +65,10 @@ def _said(fits: _Fits) -> Iterator[str]:
         few = len(names) <= _FEW and any(len(local.segment) > 1 for _, local in passing)
         where = listed(names, _FEW) if few else "a matmul"  # of those between hidden states it says nothing
         shows = max((local.sharpness for _, local in linear), default=0.0)
-        seen = f"; {f'a scale error of {number(shows)}' if math.isfinite(shows) else 'no scale error'} in {where} shows"
+        error = f"a scale error of {number(shows)}" if math.isfinite(shows) else "no scale error"
+        seen = f"; {error} in {where} shows" if linear else ""
         nearest = max(local.excess for _, local in passing)
-        yield f"sound ops are within {nearest:.2f} of their bounds{seen * bool(linear)}"
+        yield f"sound ops are within {nearest:.2f} of their bounds{seen}"
 
 
 def _together(found: _Places) -> str:
@@ -97,8 +98,8 @@ def _held(one: Storage) -> str:
     what = listed([part or "others" for part in parts])
     ops = f"{listed([*one.ops])}: {count(one.records, 'record')}"
     verb = "is" if what in ("the residual stream", "the embedding", "what norms give") else "are"
-    nearly = "nearly " * (one.records < one.of)
-    said = f"{f'{nearly}every value is' if one.everything else f'{what} ({ops}) {verb}'} held in {_FLOATS[one.type]}"
+    every = f"{'nearly ' * (one.records < one.of)}every value is"
+    said = f"{every if one.everything else f'{what} ({ops}) {verb}'} held in {_FLOATS[one.type]}"
     if not one.told:
         said += ", by the engine or by who wrote the trace (a sum that is recorded with both of its terms would tell)"
     if not one.warns:

@@ -58,19 +58,19 @@ def findings(ops: Sequence[OpResult], weights: Sequence[WeightResult]) -> tuple[
 def _of_ops(ops: Iterable[OpResult]) -> list[_Group]:
     groups: dict[tuple[str, str], _Group] = {}
     wrong = [op for op in ops if op.status == "faulty"]
-    told = {(op.op, key) for op in wrong if op.cause for said in op.cause.each.items() for _, key in _forms(op, *said)}
-    suits = Counter(key for _, key in told)
     for op in wrong:
         if not op.cause:
             group = groups.setdefault((local_name(op.op), ""), _Group(None, None))
             group.ops.append(op)
             group.texts.append(op.shape or "")
-            continue
-        for mistake, said in op.cause.each.items():
-            text, key = max(_forms(op, mistake, said), key=lambda form: suits[form[1]])
-            group = groups.setdefault(key, _Group(mistake, op.cause.look.get(mistake)))
-            group.ops.append(op)
-            group.texts.append(text)
+    causes = [(op, op.cause, said) for op in wrong if op.cause for said in op.cause.each.items()]
+    told = [(op, cause.look.get(said[0]), [*_forms(op, *said)]) for op, cause, said in causes]
+    suits = Counter(key for _, key in {(op.op, key) for op, _, forms in told for _, key in forms})
+    for op, look, forms in told:
+        text, key = max(forms, key=lambda form: suits[form[1]])
+        group = groups.setdefault(key, _Group(key[0], look))
+        group.ops.append(op)
+        group.texts.append(text)
     return [*groups.values()]
 
 
@@ -82,7 +82,7 @@ def _forms(op: OpResult, mistake: str, text: str) -> Iterator[tuple[str, tuple[s
     def number(found: re.Match[str]) -> str:
         return f"of layer {(op.layer or 0) + _BESIDE[found[1]]}"
 
-    for form in (text, _BESIDE_IT.sub(number, text)):
+    for form in dict.fromkeys((text, _BESIDE_IT.sub(number, text))):
         yield form, (mistake, pattern(_in_any_op(op, mistake, form)))
 
 

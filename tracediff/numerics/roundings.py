@@ -123,9 +123,10 @@ CALIBRATED: Mapping[str, tuple[Rounding, float, float]] = MappingProxyType({
 })  # fmt: skip
 BY = " by "  # the scale
 _RULE = r" to (?P<last>\d+(?:\.\d+)?)(?: (?P<how>in|by) (?P<kept>f16|bf16|2\^n))?"  # of scales
+RULE = re.sub(r"\?P<\w+>", "?:", _RULE)  # the same without names of groups
 _SIZES = {"row": 0, "token": 0, "tensor": WHOLE}
 _ALL_HEADS = 1 << 16  # rows that share a scale at most: those of a token's heads, in a cache of one for them all
-_THEN = " then "
+THEN = " then "
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +176,17 @@ def read_as(held: str, read: str) -> str:
     """The name of the rounding that both make."""
     if read in ("f64", held, as_read(held)):
         return held
-    return read if held == "f64" else f"{held}{_THEN}{read}"
+    return read if held == "f64" else f"{held}{THEN}{read}"
 
 
 def as_held(name: str) -> str:
     """What values of this rounding are held in, whatever they are read as."""
-    return name.partition(_THEN)[0]
+    return name.partition(THEN)[0]
 
 
 def as_read(name: str) -> str:
     """What they are read as, where that is another thing."""
-    return name.partition(_THEN)[2] or "f64"
+    return name.partition(THEN)[2] or "f64"
 
 
 def held_before(name: str) -> str:
@@ -225,7 +226,7 @@ def rounding_named(name: str) -> Rounding:
     """
     if name in _KNOWN:
         return _KNOWN[name]
-    if _THEN in name:
+    if THEN in name:
         held, read = rounding_named(as_held(name)), rounding_named(as_read(name))
         return Read(name, f"{held.words} read as {read.words}", held.block, held, read)
     if by := re.fullmatch(rf"({'|'.join(CALIBRATED)}){BY}(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", name):
@@ -297,11 +298,11 @@ def integers_named(text: str) -> str:
         return by_rule(name, float(found["last"]), kept, bool(found["by"]))
 
     text = _OF_RULE.sub(named, text)
-    return re.sub(r"(/\w+(?: to \S+)?(?: (?:in|by) \S+)?) read as (float16|bfloat16)\b", _then, text)
+    return re.sub(rf"(/\w+(?:{RULE})?) read as (float16|bfloat16)\b", _then, text)
 
 
 def _then(found: re.Match[str]) -> str:
-    return f"{found[1]}{_THEN}{next(of.name for of in (half, bfloat) if of.words == found[2])}"
+    return f"{found[1]}{THEN}{next(of.name for of in (half, bfloat) if of.words == found[2])}"
 
 
 def by_rule(name: str, last: float, kept: str = "", by_kept: bool = False) -> str:

@@ -19,7 +19,17 @@ from tracediff.numerics.arithmetic import (
     phrase,
 )
 from tracediff.numerics.floats import HALVES
-from tracediff.numerics.roundings import BY, as_held, as_read, held_before, integers_named, read_as, rounding_named
+from tracediff.numerics.roundings import (
+    BY,
+    RULE,
+    THEN,
+    as_held,
+    as_read,
+    held_before,
+    integers_named,
+    read_as,
+    rounding_named,
+)
 
 _FLOATS_APART = "floats as they are"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
@@ -198,6 +208,7 @@ def _schemes() -> Iterator[Scheme]:
 SCHEMES = tuple(_schemes())
 PLAIN = SCHEMES[:2]  # what most engines do: round activations as the weights' type wants it, or not at all
 EXACTLY = PLAIN[1]
+IN_HALF = {name: _matmul("activations and weights", name) for name in HALVES}  # an engine that multiplies in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +381,7 @@ _OF_WORDS = {rounding_named(name).words: name for name in reversed((*GROUPS, *_S
 _AS_REPORTED = re.compile(
     rf"(activations|weights|matrices|table) in ({'|'.join(map(re.escape, _OF_WORDS))})(?=,|$| and | read as )"
 )
-_BY_SIZE = r".+/\w+(?: to [\d.]+(?: (?:in|by) (?:f16|bf16|2\^n))?)?(?: then (?:f16|bf16))?"  # of integers
+_BY_SIZE = rf".+/\w+(?:{RULE})?(?:{THEN}(?:{'|'.join(HALVES)}))?"  # of integers
 _GRAMMAR = (
     "First, llama.cpp, exact, or one of activations, weights, matrices, activations and weights, activations and "
     "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, K cache, V cache, attention, "

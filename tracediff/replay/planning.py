@@ -12,18 +12,18 @@ import numpy as np
 from msgspec import structs
 
 from tracediff.names import layer_of, layers_of, local_name
-from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme, phrase
+from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import is_calibrated, rounding_named
 from tracediff.numerics.schemes import (
     EXACTLY,
     FINE_WAYS,
+    IN_HALF,
     PLAIN,
     Way,
     beside,
     in_tf32,
-    scheme_named,
     unlisted,
     unrounded,
 )
@@ -126,7 +126,7 @@ class Planning:
 
         def is_known(sort: Sort) -> bool:
             if sort not in mistaken:
-                mistaken[sort] = self._is_mistaken(by_sort[sort], choices, is_mistaken)
+                mistaken[sort] = self._is_mistaken(choices[sort], by_sort[sort], choices, is_mistaken)
             return mistaken[sort]
 
         heard: dict[Sort, set[tuple[Way | Scheme, bool]]] = {}
@@ -151,9 +151,10 @@ class Planning:
         """Whether to try all mistakes, many together and by a few tokens, takes less than to compose an arithmetic."""
         return self._recomputation.graph.weight_values(self._recomputation.segment(records[0])) >= _DEAR
 
-    def _is_mistaken(self, records: list[OpRecord], choices: Mapping[Sort, Choice], is_mistaken: IsMistaken) -> bool:
+    def _is_mistaken(
+        self, choice: Choice, records: list[OpRecord], choices: Mapping[Sort, Choice], is_mistaken: IsMistaken
+    ) -> bool:
         """Whether of layers that nothing fits the one that is off by about as much as most is mistaken."""
-        choice = choices[self._planner.sort(records[0])]
         is_layer = len(layers_of(self._recomputation.segment(records[0]))) <= 1
         if choice.settled or not self._planner.is_segment(records[0]) or not is_layer:
             return False
@@ -237,8 +238,7 @@ class Planning:
             told = [as_told]
             if (half := records[0].dtype) in HALVES:  # then what is held in integers is read in it, as activations are
                 others = (one for part, one in best.items() if part != "activations")
-                read = scheme_named(phrase("activations and weights", half))
-                told.append(reduce(lambda scheme, one: one.ways[0].of(scheme), others, read))
+                told.append(reduce(lambda scheme, one: one.ways[0].of(scheme), others, IN_HALF[half]))
             starts = [*self._planner.suiting((nearest, *told), *records)]
         doubtful = (len(choice.schemes) > 1 or len(starts) > 1) and not choice.by_op
         asked = choice.unfit or (samples if doubtful else ())

@@ -128,10 +128,10 @@ def _split_otherwise(op: Op, context: Context) -> Variants:
     if op.kind in _HELD:  # of others it is the activation that is applied to up
         ways["gate and up are exchanged"] = lambda gate, up: (up, gate)
     for words, way in ways.items():
-        yield computing(op, partial(_of_split, KINDS[op.kind].function, way)), words
+        yield computing(op, partial(_made_of, KINDS[op.kind].function, way)), words
 
 
-def _of_split(right: Callable[..., Tensor], way: Held, gate: Tensor, up: Tensor, **attrs: float) -> Tensor:
+def _made_of(right: Callable[..., Tensor], way: Held, gate: Tensor, up: Tensor, **attrs: float) -> Tensor:
     return right(*way(gate, up), **attrs)
 
 
@@ -161,7 +161,7 @@ _NEAR = (-1, -0.2, 0.2, 1)  # powers of two that a limit may be off by
 
 def _held(right: Callable[..., Tensor], way: Held, gate: Tensor, up: Tensor, **attrs: float) -> Tensor:
     """What is made of gate and up that are held so, whatever the limit."""
-    return right(*way(gate, up), **{**attrs, "limit": math.inf})
+    return _made_of(right, way, gate, up, **{**attrs, "limit": math.inf})
 
 
 def _held_within(

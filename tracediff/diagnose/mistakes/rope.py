@@ -30,6 +30,7 @@ from tracediff.numerics.kinds.rope import Angles, pairs_of, rope_angles, togethe
 from tracediff.numerics.kinds.rope import rope as turned
 
 AREA = Area()
+_Way = Callable[[Tensor, Tensor], Tensor]  # of angles of pairs, and those of position 1, others
 _WHOLE = 1e-4  # to which a number of pairs is whole
 _ROWS = 64  # tokens that a base is fitted to
 _OCTAVES = range(-12, 13)  # about the right base, or scale
@@ -257,23 +258,30 @@ def _other_tables(op: Op, _: Context) -> Variants:
     yield computing(op, partial(_turned, tables="halves" if neighbours else "neighbours")), words
 
 
+def _as_it_is(by: Tensor, _: Tensor) -> Tensor:
+    return by
+
+
 def _turned(
     x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope,
-    tables: Literal["neighbours", "halves"] | None = None, crossed: bool = True, **_: Any,
+    tables: Literal["neighbours", "halves"] | None = None, crossed: bool = True,
+    ways: tuple[_Way, _Way] = (_as_it_is, _as_it_is), **_: Any,
 ) -> Tensor:  # fmt: skip
     """Channels times cosines, and those `crossed`, of each pair less the second, then the first, times sines. The
-    `tables` of both lie as another pairing has them.
+    `tables` of both lie as another pairing has them, and are read by other angles in these `ways`.
     """
     before, rotated, rest = x.tensor_split((rope.first, rope.first + rope.n_rot), -1)
     by, (a, b) = rope_angles(positions, factors, rope)[:, None], pairs_of(rotated, rope)
-    by = together(by, by, replace(rope, pairing=tables or rope.pairing))
-    cos, sin = by.cos() * rope.magnitude, by.sin() * rope.magnitude
+    one = rope_angles(torch.ones_like(positions[:1]), factors, rope)[:, None]
+    each, lies = (way(by, one) for way in ways), replace(rope, pairing=tables or rope.pairing)
+    of_cos, of_sin = (together(angles, angles, lies) for angles in each)
+    cos, sin = of_cos.cos() * rope.magnitude, of_sin.sin() * rope.magnitude
     other = together(-b, a, rope) if crossed else together(-a, b, rope)
     return torch.cat((before, rotated * cos + other * sin, rest), -1).to(x.dtype)
 
 
 # What one of two tables is read by, of a pair's own angles [T, pairs] and those of position 1, the likeliest first.
-_ELSEWHERE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_ELSEWHERE: dict[str, _Way] = {
     "twice the position": lambda by, _: 2 * by,
     "half the position": lambda by, _: by / 2,
     "the next position": lambda by, one: by + one,
@@ -289,21 +297,8 @@ _ELSEWHERE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 )  # fmt: skip
 def _apart(op: Op, context: Context) -> Variants:
     for words, move in islice(_ELSEWHERE.items(), None if context.seen else 1):
-        for i, which in enumerate(("cos", "sin")):
-            yield computing(op, partial(_turned_apart, move=move, i=i)), f"{which} is that of {words}"
-
-
-def _turned_apart(
-    x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope,
-    move: Callable[[Tensor, Tensor], Tensor], i: int, **_: Any,
-) -> Tensor:  # fmt: skip
-    """With other angles in cosines, or in sines, the second."""
-    before, rotated, rest = x.tensor_split((rope.first, rope.first + rope.n_rot), -1)
-    right, one = (rope_angles(at, factors, rope)[:, None] for at in (positions, torch.ones_like(positions[:1])))
-    of_cos, of_sin = (move(right, one) if i == k else right for k in range(2))
-    cos, sin = of_cos.cos() * rope.magnitude, of_sin.sin() * rope.magnitude
-    a, b = pairs_of(rotated, rope)
-    return torch.cat((before, together(a * cos - b * sin, a * sin + b * cos, rope), rest), -1).to(x.dtype)
+        for which, ways in {"cos": (move, _as_it_is), "sin": (_as_it_is, move)}.items():
+            yield computing(op, partial(_turned, ways=ways)), f"{which} is that of {words}"
 
 
 @AREA.mistake(

@@ -21,7 +21,7 @@ from tracediff.english import told_apart
 from tracediff.model.graph import Graph, Op
 
 AREA = Area()
-TANH = Where(("tanh",))
+_TANH = Where(("tanh",))
 _USUAL_CAPS = (50.0, 30.0)  # of Gemma 2, of Grok (llama.cpp, src/models/gemma2.cpp and grok.cpp)
 
 
@@ -85,7 +85,7 @@ def _bent_by(op: Op, times: float, words: str = "") -> Variant:
 
 @AREA.mistake(
     "cap", "values are bent by another soft cap", "the numbers that scores and logits are capped at",
-    TANH, number=Number(lambda _: 1.0, _bent_by, (2.0, 0.5)),
+    _TANH, number=Number(lambda _: 1.0, _bent_by, (2.0, 0.5)),
 )  # fmt: skip
 def _other_cap(op: Op, context: Context) -> Variants:
     if not (right := _cap(op, context.graph)):
@@ -104,7 +104,7 @@ def _other_cap(op: Op, context: Context) -> Variants:
     "cap_clamped",
     "what a soft cap should bend is cut off at it",
     "the soft cap: cap * tanh(x / cap), no clamp",
-    TANH,
+    _TANH,
 )
 def _clamped(op: Op, _: Context) -> Variants:
     yield computing(op, lambda x: x.clamp(-1.0, 1.0)), "values are clamped to -1 and 1, where tanh bends them"
