@@ -940,6 +940,17 @@ def test_a_fault_that_would_undo_another_is_refused(models, torch_trace) -> None
         torch_trace(model, faults=faults)
 
 
+def test_keys_that_every_step_rotates_where_they_lie_are_one_mistake(models, tmp_path: Path) -> None:
+    """In the first decode step they are as those of which a rotated copy is read: later ones tell."""
+    model = Model(models("k-quants"))
+    words = "cached keys are rotated once more by each step, those of before too"
+    graph = model.graph.changed(*variant(model, "cached_k_rotated_again", words))
+    path = trace_graph(graph, model.file, tmp_path / "rotated.trace", TOKENS, (97,), (110,), (32,))
+    assert [finding.text for finding in check_trace(path, model.path).findings] == [
+        f"attn_scores in all 3 layers, in steps 1 to 3: {words}."
+    ]
+
+
 def test_every_mistake_says_what_and_where_to_look() -> None:
     for name, mistake in BANK.items():
         assert mistake.text, name

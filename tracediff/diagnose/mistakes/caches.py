@@ -45,12 +45,17 @@ def _rotated_again(op: Op, context: Context) -> Variants:
         return
     factors = weights_of(turn, context)
 
-    def function(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
-        n_new = len(q)
-        turned = rope(k[:-n_new], positions[:-n_new], *factors, **turn.attrs) if len(k) > n_new else k[:0]
-        return scores(q, torch.cat((turned, k[-n_new:])))
+    def function(in_place: bool, q: Tensor, k: Tensor, positions: Tensor, past: Tensor) -> Tensor:
+        starts, step = past.unique(return_inverse=True)  # past: how many tokens were before the step of each
+        times = len(starts) - 1 - step
+        for turned in range(len(starts) - 1 if in_place else 1):
+            again = times > turned
+            k = k.index_put((again,), rope(k[again], positions[again], *factors, **turn.attrs))
+        return scores(q, k)
 
-    yield computing(op.also_reading(("positions", True)), function), "cached keys are rotated once more by this step"
+    op = op.also_reading(("positions", True), ("past", True))
+    yield computing(op, partial(function, False)), "cached keys are rotated once more by this step"
+    yield computing(op, partial(function, True)), "cached keys are rotated once more by each step, those of before too"
 
 
 @AREA.mistake(
