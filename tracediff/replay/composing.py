@@ -138,8 +138,9 @@ class Composing:
         tell then, which exceed their bounds in all arithmetics but the right one. (Single ops are asked one by one.)
         """
         changes = filter(self._may_be, self._planner.changes((start,), *self._records))
+        likely = (scheme for scheme in changes if not self._fitting.refutes(few[0], start, scheme))
         most = self._fitting.left(few[0], start)
-        return self._that_fits([scheme for scheme in changes if self._fitting.left(few[0], scheme) <= most])
+        return self._that_fits([scheme for scheme in likely if self._fitting.left(few[0], scheme) <= most])
 
     def _nearer(self, start: Scheme, few: Sequence[OpRecord], is_led: bool) -> tuple[Scheme, Sequence[Scheme], float]:
         """Where steps from a scheme end, by a few of the records, the rivals of that, and by how much it misses. The
@@ -163,7 +164,8 @@ class Composing:
             changes = self._planner.changes(ahead, *self._records)
             if found[best] > BLIND:
                 changes = [s for s in changes if rounding_named(s.linear.stored).is_coarse]
-            first = {s: miss(few[0], s) for s in changes if s not in found and self._may_be(s)}
+            others = (s for s in changes if s not in found and self._may_be(s))
+            first = {s: miss(few[0], s) for s in others if not self._fitting.refutes(few[0], ahead[0], s)}
             before = miss(few[0], ahead[0])
             if min(first.values(), default=math.inf) >= enough * before:
                 break

@@ -35,6 +35,7 @@ from tracediff.replay.score import (
     lead,
     score,
 )
+from tracediff.replay.terms import Terms
 from tracediff.replay.ties import told as choices_told
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
@@ -65,6 +66,7 @@ class Fitting:
         self._begun: dict[tuple[OpRecord, Scheme, bool], Tensor] = {}
         self._lefts: dict[tuple[OpRecord, Scheme], float] = {}
         self._looks: dict[tuple[OpRecord, Scheme, bool], Look] = {}
+        self._terms: dict[tuple[OpRecord, Scheme], Terms] = {}
         self._fews: tuple[tuple[Recomputation, OpRecord, Scheme], Few | None] | None = None
 
     def settle(
@@ -376,6 +378,18 @@ class Fitting:
         least = short**2 / _AS_FAR
         return [s for s in candidates if self._apart(record, plain, s, least) >= least]
 
+    def refutes(self, record: OpRecord, start: Scheme, scheme: Scheme) -> bool:
+        """Whether a part of what is added up to the end of a segment tells that the scheme, which differs from the
+        start, leaves no less than that does.
+        """
+        if not self._planner.is_segment(record):
+            return False
+        if (record, start) not in self._terms:
+            unchanged = self.without_noise(record, rough=True)
+            self._terms[record, start] = Terms(unchanged, record, start)
+            unchanged.keep_waists()
+        return self._terms[record, start].refute(scheme)
+
     def is_near(self, record: OpRecord, a: Scheme, b: Scheme, within: float) -> bool:
         """Whether what fits under scheme `b` leaves no more than so much under scheme `a`."""
         return self._apart(record, a, b, within / _AS_FAR) <= within / _AS_FAR
@@ -447,11 +461,12 @@ class Fitting:
         """Whether the record is sound under the scheme.
 
         The noise of a segment is of what the scheme rounds: where that takes replay far less from the plain values than
-        the engine is off, there is no need to look.
+        the engine is off, but for what was rounded when it was stored, there is no need to look.
         """
         if self._planner.is_segment(record) and scheme not in PLAIN:
             plain = next(other for other in self._planner.candidates(record) if other != scheme)
-            if self._apart(record, plain, scheme, left / _AS_FAR) < left / _AS_FAR:
+            off = max(0.0, left - self.rounded_when_stored(record))
+            if self._apart(record, plain, scheme, off / _AS_FAR) < off / _AS_FAR:
                 return False
         return self.near(record, scheme, left) and self.fits(record, scheme)
 

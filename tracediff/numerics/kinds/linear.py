@@ -112,7 +112,7 @@ def _blocks_of_rows(weights: Weights, weight: Weight, hold: Rounding, once: bool
     """Consecutive rows of a matrix, as the file has them and as they are held. What schemes and hypotheses look at is
     rounded once for many of them: of float8 that was a fifth of the time in which an arithmetic is composed.
     """
-    if hold.in_blocks and not once and (whole := weights.rounded(weight, hold, hold.n_rows)) is not None:
+    if hold.name != "f64" and not once and (whole := weights.rounded(weight, hold, hold.n_rows)) is not None:
         yield whole, whole
         return
     for narrow in weights.slices(weight, hold.n_rows):
