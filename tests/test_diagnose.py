@@ -412,12 +412,13 @@ def test_a_soft_cap_after_the_mask_leaves_no_probability_zero(tiny, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["", " (divided by their scales)"])
 def test_activations_that_are_cast_to_blocks_are_named_though_no_matmul_tells_the_arithmetic(
-    models, tmp_path: Path
+    how: str, models, tmp_path: Path
 ) -> None:
-    """All matmuls have it, so none is settled: as ggml's reference has blocks, but for a cast to int8."""
+    """All matmuls have it, so none is settled: as ggml's reference has blocks, or crabml, but for a cast to int8."""
     model = Model(models("k-quants", "Q8_0"))
-    words = "activations in q8_0 blocks are truncated towards 0, where rounding belongs"
+    words = f"activations in q8_0 blocks{how} are truncated towards 0, where rounding belongs"
     wrong = variant(model, "activations_truncated", words)
     path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "cast.trace", TOKENS)
     faulty = check_trace(path, model.path).faulty
@@ -949,6 +950,19 @@ def test_keys_that_every_step_rotates_where_they_lie_are_one_mistake(models, tmp
     assert [finding.text for finding in check_trace(path, model.path).findings] == [
         f"attn_scores in all 3 layers, in steps 1 to 3: {words}."
     ]
+
+
+def test_a_norm_by_the_mean_of_magnitudes_is_one_mistake_in_all_steps(models, tmp_path: Path) -> None:
+    """Of one token each is right but for a factor: with the epsilon elsewhere another one was fitted to these."""
+    model = Model(models("k-quants"))
+    words = "values are divided by sqrt(mean(|x|)^2 + eps), where sqrt(mean(x^2) + eps) belongs"
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return x / (x.abs().mean(-1, keepdim=True).square() + eps).sqrt() * weight
+
+    graph = model.graph.changed(*(replace(op, function=norm) for op in model.graph if op.kind == "rms_norm"))
+    path = trace_graph(graph, model.file, tmp_path / "norm.trace", TOKENS, (97,), (110,))
+    assert [finding.text for finding in check_trace(path, model.path).findings] == [f"all 7 norms: {words}."]
 
 
 def test_every_mistake_says_what_and_where_to_look() -> None:

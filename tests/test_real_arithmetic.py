@@ -926,10 +926,25 @@ def test_an_engine_in_float64_may_write_float32(family: str, models: Models, tmp
     options: dict[str, Any] = {"computed": torch.float64, "written": torch.float32}
     result = check_trace(traced(models(family), tmp_path / "t.trace", **options), models(family))
     assert result.verdict == "match"
-    words = (
-        "values were rounded to float32 on the way to the file, for the engine computed with others. The floors of what"
-    )
+    words = "sums are not those of their terms: the engine has more than float32, or fuses operations. The floors of"
     assert [note for note in result.notes if words in note and "write float64" in note]
+
+
+def test_ids_of_experts_are_rounded_by_nobody(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """With what rounding may have taken from them they were others: matmuls of experts were undecided, or blind."""
+    model = Model(tiny("qwen3moe"))
+    path = tmp_path / "t.trace"
+    with TraceWriter(path, "float64", model.graph.hparams.arch) as writer:
+        recorder = Writes(writer, "all")
+        recorder.dtype = torch.float32
+        engine = TorchEngine(model.graph, model.weights(torch.float64))
+        engine.run(0, StepInput(TOKENS, tuple(range(len(TOKENS)))), recorder)
+    result = check_trace(path, model.path)
+    assert result.verdict == "match"
+    assert any("sums are not those of their terms" in note for note in result.notes)
+    floors = [op.local.floor for op in result.ops if op.local and op.op.endswith("_exps")]
+    assert floors
+    assert max(floors) < 1e-10
 
 
 def test_a_residual_may_be_added_before_the_sum_is_rounded(models: Models, tmp_path: Path) -> None:
@@ -1715,9 +1730,16 @@ def of_tokens(cached: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.stack(rows)).reshape(cached.shape)
 
 
+def by_bfloat(cached: torch.Tensor) -> torch.Tensor:
+    """Each head by a scale in bfloat16, as JAX engines have it on TPUs (jax-llm-examples)."""
+    scale = (cached.float().abs().amax(-1, keepdim=True) / 127 + torch.finfo(torch.bfloat16).tiny).bfloat16().float()
+    return ((cached.float() / scale).round() * scale).to(cached.dtype)
+
+
 @pytest.mark.parametrize(
     ("cache", "head_dim", "words"),
     [
+        (by_bfloat, 24, "KV cache in int8 rows with bfloat16 scales (largest / 127; quotients by them)"),
         (of_tokens, 24, "KV cache in q8_0 blocks across heads"),  # two heads of 24 are a block and a half
         (of_heads, 24, "KV cache in int8 rows by stored float16 scales"),
         (of_heads, 32, "KV cache in int8 rows by stored float16 scales"),

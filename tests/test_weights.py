@@ -217,6 +217,16 @@ def test_bits_of_another_half_type(stored: str, taken: str, cause: str, models: 
     assert (found.status, found.cause, found.note) == ("wrong", cause, f"{stored} bits are read as {taken}")
 
 
+def test_float32_cut_off_to_bfloat16(models: Models, tmp_path: Path) -> None:
+    """The upper half of each number, as loaders in C take it."""
+    folder = checkpoint(models("llama"), tmp_path / "hf")
+    model = Path(shutil.copy(models("llama"), tmp_path / "model.gguf"))
+    plant(model, UP, (tensors_of(models("llama"))[UP].view(np.uint32) & 0xFFFF0000).view(np.float32))
+    found = {t.tensor: t for t in audit_checkpoint(model, folder).tensors}[UP]
+    words = "cut off to bfloat16, towards 0, where rounding belongs"
+    assert (found.status, found.cause, found.note) == ("wrong", "weight_cut", words)
+
+
 def test_float32_read_as_float16(models: Models, tmp_path: Path) -> None:
     """Half of what is read are the low bits of a mantissa: NaN now and then, and no value is what it should be."""
     folder = checkpoint(models("llama"), tmp_path / "hf")

@@ -135,7 +135,9 @@ def _shifted(flat: Array, held: Array) -> Iterator[Reading]:
 def _reinterpreted(flat: Array) -> Iterator[Reading]:
     """The bits of one type taken for another's."""
     with np.errstate(over="ignore", invalid="ignore"):
-        half, brain = flat.astype(np.float16), bfloat16_bits(flat)
+        single, half, brain = flat.astype(np.float32), flat.astype(np.float16), bfloat16_bits(flat)
+        upper = (single.view(np.uint32) & 0xFFFF0000).view(np.float32)
+        yield Reading("weight_cut", "cut off to bfloat16, towards 0, where rounding belongs", upper)
         yield Reading("bf16_as_f16", "BF16 bits are read as F16", brain.view(np.float16))
         yield Reading("f16_as_bf16", "F16 bits are read as BF16", to_float(half.view(np.uint16), "bf16"))
         even = flat.size // 2 * 2
@@ -143,9 +145,7 @@ def _reinterpreted(flat: Array) -> Iterator[Reading]:
             yield Reading(
                 f"{name.lower()}_as_f32", f"the bytes of {name} are read as F32", bits[:even].view(np.float32)
             )
-        yield Reading(
-            "f32_as_f16", "the bytes of F32 are read as F16", flat.astype(np.float32).view(np.float16)[: flat.size]
-        )
+        yield Reading("f32_as_f16", "the bytes of F32 are read as F16", single.view(np.float16)[: flat.size])
 
 
 def bfloat16_bits(x: Array) -> Array:

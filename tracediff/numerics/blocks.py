@@ -91,7 +91,8 @@ class Blocks(Rounding):
 
     def of(self, x: Tensor) -> Tensor:
         """X in blocks, float32 [..., blocks, n]."""
-        return x.to(self.before).float().unflatten(-1, (-1, self.width(x.shape[-1])))
+        n = max(1, self.width(x.shape[-1]))  # a whole row may be empty: what was cached before the first step
+        return x.to(self.before).float().unflatten(-1, (-1, n))
 
     def edges(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The least and the largest value of each block [..., blocks, n] -> [..., blocks, 1]."""

@@ -84,6 +84,7 @@ _KNOWN = {
         StoredQ80("stored q8_0", "q8_0 blocks by stored scales", 32, torch.float16),
         StoredQ80("stored q8_0/row", "int8 rows by stored float16 scales", 0, torch.float16),
         TruncatedQ80("truncated q8_0", "q8_0 blocks", 32, torch.float16),
+        Truncated("truncated divided q8_0", "q8_0 blocks", 32, torch.float16),
         Q8K("q8_K", "q8_K blocks", 256),
         Q8K("older q8_K", "older q8_K blocks", 256, least=-128.0),
         GF4("gf4", "gf4", 8),

@@ -50,6 +50,7 @@ _SCALED = (
 )  # fmt: skip
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
+_BY_BFLOAT = "int8/row to 127 by bf16"  # JAX engines on TPUs: quotients by scales as they are kept
 # What engines quantise the file's weights to by themselves: MLX, bitsandbytes (with scales in the type that it computes
 # in), ONNX Runtime, torchao, compressed-tensors (vLLM's), MNN, and who writes an engine of their own.
 _OWN = (
@@ -66,7 +67,7 @@ _OWN = (
     *(f"{kind} int8/{size}" for kind in ("away", "divided") for size in (32, 64, 128)),
     *(f"{held}mxfp{bits}/32" for bits in (4, 8) for held in _BEFORE),
     *(f"{held} held wide int4/{size} then {held}" for held in HALVES for size in (32, 64, 128)),
-    *(f"{held} held divided int{of} then {held}" for held in HALVES for of in ("8/row", "8/128", "4/128")),
+    *(f"{held} held divided int{of} then {held}" for held in HALVES for of in ("8/row", "8/128", "4/128")), _BY_BFLOAT,
 )  # fmt: skip
 
 
@@ -267,7 +268,8 @@ def _ways() -> Iterator[Way]:
 
 # Rows are a head's: with a scale each, be it kept in float16, or a minimum too (lmdeploy); or one for a token's heads.
 _INTEGER_CACHES = (
-    *("int8/row", "q8_0/row", "stored q8_0/row", "shifted8/row", "int8/token"), "stored q8_0", "q8_0 across heads",
+    *("int8/row", "q8_0/row", "stored q8_0/row", _BY_BFLOAT, "shifted8/row", "int8/token"),
+    *("stored q8_0", "q8_0 across heads"),
     *(f"{held} {of}held int8/row then {held}" for held in HALVES for of in ("", "narrow ")),
 )  # fmt: skip
 _READ = (*HALVES, *TF32S)  # types that both operands are multiplied in
@@ -377,9 +379,10 @@ _UNORDERED = Scheme(
 
 
 # Integers and the like in the words of a report, which may be asked for, too.
-_OF_WORDS = {rounding_named(name).words: name for name in reversed((*GROUPS, *_SCALED, *_OWN))}
+_OF_WORDS = {rounding_named(name).words: name for name in reversed((*GROUPS, *_SCALED, *_OWN, *_INTEGER_CACHES))}
 _AS_REPORTED = re.compile(
-    rf"(activations|weights|matrices|table) in ({'|'.join(map(re.escape, _OF_WORDS))})(?=,|$| and | read as )"
+    rf"(activations|weights|matrices|table|[KV]{{1,2}} cache) in ({'|'.join(map(re.escape, _OF_WORDS))})"
+    "(?=,|$| and | read as )"
 )
 _BY_SIZE = rf".+/\w+(?:{RULE})?(?:{THEN}(?:{'|'.join(HALVES)}))?"  # of integers
 _GRAMMAR = (

@@ -174,9 +174,10 @@ class Recorded:
 
     def lost(self, place: Place, value: Tensor) -> str | None:
         """The type that the value may have been rounded to on the way to the file: the engine had more digits. Not of
-        rows of a table, where what was computed has more: they fit what the table is held in.
+        rows of a table, where what was computed has more: they fit what the table is held in. And not of whole numbers,
+        as ids of experts are.
         """
-        if place[1] in SOURCES:
+        if place[1] in SOURCES or torch.equal(value, value.round()):
             return None
         storage = self.stored(self.trace.ops[place[:2]], value)
         if self._graph[place[1]].kind == "embedding" and self.storage(*place[:2]) != storage:

@@ -425,12 +425,12 @@ class Replay:
         """What a reader must know of how the trace was written."""
         for name, on_the_way in self._recorded.on_the_way.items():
             if on_the_way:
-                wider = "float64" if name == "f32" else "float32"
-                yield (
-                    f"{self.trace.path}: values were rounded to {rounding_named(name).words} on the way to the file, "
-                    f"for the engine computed with others. The floors of what reads them allow for it: write {wider}, "
-                    "and smaller mistakes show."
-                )
+                of, wider = rounding_named(name).words, "float64" if name == "f32" else "float32"
+                told = f"values were rounded to {of} on the way to the file, for the engine computed with others"
+                if name == "f32":  # which compilers do to what most engines compute in
+                    told = f"sums are not those of their terms: the engine has more than {of}, or fuses operations"
+                allowed = f"The floors of what reads them allow for it: write {wider}, and smaller mistakes show."
+                yield f"{self.trace.path}: {told}. {allowed}"
 
     def known(self, record: OpRecord, scheme: Scheme | None = None, given: Sequence[Op] = ()) -> Known:
         """All that is known of a record's op by itself, under this arithmetic or the one that fits best, if the engine

@@ -148,11 +148,12 @@ def _miscounted(op: Op, context: Context) -> Variants:
     "the cast to int8 in the quantisation of activations: round before it", MATMUL, everywhere=True,
 )  # fmt: skip
 def _truncated(op: Op, context: Context) -> Variants:
-    in_blocks = [q8_0] if op.weights[0].shape[-1] % q8_0.block == 0 else []
-    for group in (*_groups(op), *in_blocks):
-        name = f"truncated {group.name}"
+    ways = [(f"truncated {group.name}", group.words) for group in _groups(op)]
+    if op.weights[0].shape[-1] % q8_0.block == 0:
+        ways += [("truncated q8_0", q8_0.words), ("truncated divided q8_0", f"{q8_0.words} (divided by their scales)")]
+    for name, groups in ways:
         if is_near(op, context, of_input=rounding_named(name)):
-            words = f"activations in {group.words} are truncated towards 0, where rounding belongs"
+            words = f"activations in {groups} are truncated towards 0, where rounding belongs"
             yield replace(op, rework=_Rounding(name)), words
 
 

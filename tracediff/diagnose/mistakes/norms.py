@@ -172,14 +172,20 @@ def _of_whole_rows(op: Op, context: Context) -> Variants:
     "what is summed up in the norm, and its root: sqrt(mean(x^2) + eps)", NORM,
 )  # fmt: skip
 def _of_magnitudes(op: Op, _: Context) -> Variants:
+    belongs = "where the root of the mean of squares belongs"
     for words, of in (("mean", torch.mean), ("sum", torch.sum)):
+        yield (
+            computing(op, partial(_by_magnitudes, op, of, False)),
+            f"values are divided by the {words} of magnitudes, {belongs}",
+        )
+    root = "values are divided by sqrt(mean(|x|)^2 + eps), where sqrt(mean(x^2) + eps) belongs"
+    yield computing(op, partial(_by_magnitudes, op, torch.mean, True)), root
 
-        def function(x: Tensor, *weight: Tensor, eps: float, of: Callable[..., Tensor] = of) -> Tensor:
-            x = _centred(op, x)
-            return scaled(x / (of(x.abs(), -1, keepdim=True) + eps), *weight)
 
-        said = f"values are divided by the {words} of magnitudes, where the root of the mean of squares belongs"
-        yield computing(op, function), said
+def _by_magnitudes(op: Op, of: Callable[..., Tensor], squared: bool, x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+    x = _centred(op, x)
+    divisor = of(x.abs(), -1, keepdim=True)
+    return scaled(x / ((divisor.square() + eps).sqrt() if squared else divisor + eps), *weight)
 
 
 @AREA.mistake(
