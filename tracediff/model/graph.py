@@ -338,9 +338,11 @@ class Graph:
         return {name: place for place, name in enumerate(self.ops)}
 
     def last_read(self) -> dict[str, int]:
-        """Of each value the place in the graph of the last op that reads it; its own where none after it does."""
+        """Of each value the place in the graph of the last op that reads it; its own where none after it does, and of
+        sources the last, for hypotheses read others.
+        """
         places = self.places()
-        last = dict(places)
+        last = places | dict.fromkeys(SOURCES, len(places) - 1)
         for op in self:
             last |= {read: max(last.get(read, 0), places[op.name]) for read in op.inputs}
         return last
