@@ -37,6 +37,7 @@ from tracediff.replay import planning
 from tracediff.replay.composing import Composing
 from tracediff.replay.judging import Subject
 from tracediff.replay.plan import Choice
+from tracediff.replay.replay import Replay
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
@@ -941,15 +942,28 @@ def test_a_fault_that_would_undo_another_is_refused(models, torch_trace) -> None
         torch_trace(model, faults=faults)
 
 
-def test_keys_that_every_step_rotates_where_they_lie_are_one_mistake(models, tmp_path: Path) -> None:
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_keys_that_every_step_rotates_where_they_lie_are_one_mistake(capture: str, models, tmp_path: Path) -> None:
     """In the first decode step they are as those of which a rotated copy is read: later ones tell."""
     model = Model(models("k-quants"))
     words = "cached keys are rotated once more by each step, those of before too"
     graph = model.graph.changed(*variant(model, "cached_k_rotated_again", words))
-    path = trace_graph(graph, model.file, tmp_path / "rotated.trace", TOKENS, (97,), (110,), (32,))
+    path = trace_graph(graph, model.file, tmp_path / "rotated.trace", TOKENS, (97,), (110,), (32,), capture=capture)
+    places = {"all": "attn_scores in all 3 layers", "layers": "all 3 layers (seen in ffn_residual)"}
+    of = "attn_scores: " * (capture == "layers")
     assert [finding.text for finding in check_trace(path, model.path).findings] == [
-        f"attn_scores in all 3 layers, in steps 1 to 3: {words}."
+        f"{places[capture]}, in steps 1 to 3: {of}{words}."
     ]
+
+
+def test_what_hypotheses_read_of_all_steps_may_be_forgotten_with_the_rest(models, tmp_path: Path) -> None:
+    """The model reads no step's beginning: asked when the last op reads it, the search ended in KeyError."""
+    model = Model(models("k-quants"))
+    trace = Trace(trace_graph(model.graph, model.file, tmp_path / "right.trace", TOKENS, (97,)))
+    replay = Replay(trace, model.graph, model.weights())
+    wrong, *_ = variant(model, "cached_k_rotated_again", "cached keys are rotated once more by this step")
+    replay.known(trace.ops[1, wrong.name], given=[wrong])
+    replay.forget_until(wrong.name)
 
 
 def test_a_norm_by_the_mean_of_magnitudes_is_one_mistake_in_all_steps(models, tmp_path: Path) -> None:
