@@ -276,7 +276,7 @@ def _softmax_noise(made: Made) -> Noise:
         return _softmax_noise_of_any(made)
     scores, queries, keys = made.inputs
     y, unit = made.y, made.unit
-    hides = unseen_in(op.attrs, queries, keys)
+    hides = unseen_in(op.attrs, queries, keys) | (scores == -math.inf)  # as an engine records what it did not visit
     scaled = (scores * op.attrs["scale"]).masked_fill(hides, -math.inf)
     largest = scaled.amax(-1, keepdim=True)
     sizes = (scaled.abs() + largest.abs() + (1 + _SCALE_UNITS) * (largest - scaled)).masked_fill(hides, 0.0)
@@ -287,7 +287,8 @@ def _softmax_noise(made: Made) -> Noise:
 
 def _softmax_noise_of_any(made: Made) -> Noise:
     """Of a softmax with more to it, or a mistaken one: what the scale is off by, which exp magnifies."""
-    own, scaled = analysed(made), (made.inputs[0] * made.op.attrs["scale"]).abs()
+    scores = made.inputs[0].masked_fill(made.inputs[0] == -math.inf, 0.0)  # what was not visited has no part in it
+    own, scaled = analysed(made), (scores * made.op.attrs["scale"]).abs()
     magnified = made.size * _SCALE_UNITS * made.unit * (scaled + scaled.amax(-1, keepdim=True))
     return replace(own, hard=own.hard + magnified + _LEAST)
 
