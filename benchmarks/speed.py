@@ -395,6 +395,18 @@ def unknown_mistake(model: Path, folder: Path) -> dict[str, tuple[float, float]]
     return {"check of hidden states, one unknown mistake / of every op, sound": (taken[1] / taken[0], 4.0)}
 
 
+def in_bfloat16(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """`check` of 48 tokens' hidden states of the torch engine in bfloat16, whose roundings nobody can follow, over
+    `check` of every op in float32, both of the F16 model.
+    """
+    tokens, taken = ",".join(map(str, TOKENS[:48])), {}
+    for dtype, capture in (("f32", "all"), ("bf16", "layers")):
+        out = folder / f"{dtype}.trace"
+        processor("trace", model, "--tokens", tokens, "--dtype", dtype, "--capture", capture, "-o", out)
+        taken[dtype] = processor("check", out, "--model", model)
+    return {"check of hidden states in bfloat16 / of every op in float32": (taken["bf16"] / taken["f32"], 12.0)}
+
+
 def every_layer(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     """The same with a known mistake in all layers, as most that engines have are; it must be named."""
     q4, tokens, trace = in_q4_k_m(model, folder), ",".join(map(str, TOKENS[:32])), folder / "every.trace"
@@ -493,6 +505,7 @@ _ALL = (
     both_sides,
     hidden_states,
     unknown_mistake,
+    in_bfloat16,
     every_layer,
     unlisted,
     formats,

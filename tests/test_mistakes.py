@@ -197,11 +197,33 @@ def sines_of_rows_twice_as_long(x: torch.Tensor, positions: torch.Tensor, *, rop
     return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
 
 
+def sines_from_0(x: torch.Tensor, positions: torch.Tensor, *, rope: Rope) -> torch.Tensor:
+    """As OLMo cuts its tables for queries behind a cache, were one of them cut at its beginning. Halves turn."""
+    rates = rope.theta ** (-torch.arange(0, rope.n_rot, 2).double() / rope.n_rot)
+    cos = (positions.double()[:, None] * rates)[:, None].cos()
+    sin = (torch.arange(len(x)).double()[:, None] * rates)[:, None].sin()
+    first, second = x[..., : rope.n_rot // 2], x[..., rope.n_rot // 2 :]
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
+
+
+def rotate_half_of_neighbours(x: torch.Tensor, positions: torch.Tensor, *, rope: Rope) -> torch.Tensor:
+    """View(n / 2, 2) for view(2, n / 2), in rotate_half alone."""
+    at = positions.double()[:, None] * rope.theta ** (-torch.arange(0, rope.n_rot, 2).double() / rope.n_rot)
+    at = torch.cat((at, at), -1)[:, None]
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return x * at.cos() + torch.cat((-second, first), -1) * at.sin()
+
+
 @pytest.mark.parametrize(
     ("arch", "ops", "function", "text"),
     [
         ("qwen3moe", "attn_k_rope", sines_of_rows_twice_as_long,
          "attn_k_rope in both layers: sin is that of twice the position."),
+        ("qwen3moe", "attn_q_rope", sines_from_0,
+         "attn_q_rope in both layers, in step 1: sin is that of positions that begin at 0 in each step."),
+        ("qwen3moe", "attn_q_rope", rotate_half_of_neighbours,
+         "attn_q_rope in both layers: sin multiplies channels that are taken apart as neighbours and put together as "
+         "halves."),
         ("gpt-oss", "ffn_moe_swiglu_oai", lambda gate, up, **attrs: oai(up, gate, **attrs),
          "ffn_moe_swiglu_oai in both layers: gate and up are exchanged."),
         ("gpt-oss", "ffn_moe_swiglu_oai",

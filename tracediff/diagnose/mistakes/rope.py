@@ -264,11 +264,12 @@ def _as_it_is(by: Tensor, _: Tensor) -> Tensor:
 
 def _turned(
     x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope,
-    tables: Literal["neighbours", "halves"] | None = None, crossed: bool = True,
+    tables: Literal["neighbours", "halves"] | None = None, crossed: Literal["neighbours", "halves"] | bool = True,
     ways: tuple[_Way, _Way] = (_as_it_is, _as_it_is), **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Channels times cosines, and those `crossed`, of each pair less the second, then the first, times sines. The
-    `tables` of both lie as another pairing has them, and are read by other angles in these `ways`.
+    """Channels times cosines, and those `crossed`, of each pair less the second, then the first, times sines; be it of
+    another pairing's. The `tables` of both lie as another pairing has them, and are read by other angles in these
+    `ways`.
     """
     before, rotated, rest = x.tensor_split((rope.first, rope.first + rope.n_rot), -1)
     by, (a, b) = rope_angles(positions, factors, rope)[:, None], pairs_of(rotated, rope)
@@ -276,6 +277,8 @@ def _turned(
     each, lies = (way(by, one) for way in ways), replace(rope, pairing=tables or rope.pairing)
     of_cos, of_sin = (together(angles, angles, lies) for angles in each)
     cos, sin = of_cos.cos() * rope.magnitude, of_sin.sin() * rope.magnitude
+    if isinstance(crossed, str):
+        a, b = pairs_of(rotated, replace(rope, pairing=crossed))
     other = together(-b, a, rope) if crossed else together(-a, b, rope)
     return torch.cat((before, rotated * cos + other * sin, rest), -1).to(x.dtype)
 
@@ -283,6 +286,7 @@ def _turned(
 # What one of two tables is read by, of a pair's own angles [T, pairs] and those of position 1, the likeliest first.
 _ELSEWHERE: dict[str, _Way] = {
     "twice the position": lambda by, _: 2 * by,
+    "positions that begin at 0 in each step": lambda by, _: by - by[:1],
     "half the position": lambda by, _: by / 2,
     "the next position": lambda by, one: by + one,
     "the position before": lambda by, one: by - one,
@@ -296,7 +300,7 @@ _ELSEWHERE: dict[str, _Way] = {
     "how rows of the tables of cos and of sin are found: both have as many values", ROPE,
 )  # fmt: skip
 def _apart(op: Op, context: Context) -> Variants:
-    for words, move in islice(_ELSEWHERE.items(), None if context.seen else 1):
+    for words, move in islice(_ELSEWHERE.items(), None if context.seen else 2):
         for which, ways in {"cos": (move, _as_it_is), "sin": (_as_it_is, move)}.items():
             yield computing(op, partial(_turned, ways=ways)), f"{which} is that of {words}"
 
@@ -308,6 +312,10 @@ def _apart(op: Op, context: Context) -> Variants:
 def _not_crossed(op: Op, _: Context) -> Variants:
     words = "sin multiplies each channel itself, the first of a pair with a minus, where the other of the pair belongs"
     yield computing(op, partial(_turned, crossed=False)), words
+    put = op.attrs["rope"].pairing
+    taken: Literal["neighbours", "halves"] = "halves" if put == "neighbours" else "neighbours"
+    words = f"sin multiplies channels that are taken apart as {taken} and put together as {put}"
+    yield computing(op, partial(_turned, crossed=taken)), words
 
 
 @AREA.mistake(
