@@ -1244,6 +1244,7 @@ def test_a_head_that_reads_another_key_head_is_told_behind_its_values(models: Mo
     ("times", "said"),
     [
         ([1.0] * 12 + [0.125] * 4, "pairs 12 to 15 turn 0.125 times as fast as they should"),
+        ([1.0] * 10 + [0.0] * 6, "pairs 10 to 15 do not turn"),
         ([1.0] * 3 + [1.5] + [1.0] * 12, "pair 3 turns 1.5 times as fast as it should"),
         (
             [1.0] * 4 + [0.8] * 2 + [0.5] * 10,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, starmap
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from tracediff.numerics.kinds.rope import pairs_of, rope, rope_angles
 
 _LOOK = "how rope's frequencies are made: the scaling that the file's metadata says, and rope_freqs.weight"
 _OTHERS = "which pair the exponent of each pair's frequency is made of: 2 i / n_rot of pair i"
+_BOUND = "the bound of the loop over pairs, and how many channels of a head are rotated"
 _BITS, _NUMBER = 8.0, 12.0
 _ANGLE = 1e-7  # of a pair, in radians: what float32 makes of it in a few tokens and heads
 _RATE = 1e-6  # of a share: what frequencies in float32 are off by
@@ -29,7 +30,9 @@ _MAYBE = 4.0  # times as far from 1 a rate may be the right one
 _NEARLY = 0.05  # of a rate: what is off by less is told by how much
 _SEVERAL = 3  # pairs
 _RUNS = 3  # of pairs that turn alike: more are told by the first and the last
-_WORDS = re.compile(r"(?:pairs (\d+) to (\d+) turn|pair (\d+) turns) ([\d.e+-]+) times as fast as (?:they|it) should")
+_WORDS = re.compile(
+    r"(?:pairs (\d+) to (\d+)|pair (\d+)) (?:turns? ([\d.e+-]+) times as fast as (?:they|it) should|do(?:es)? not turn)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
     n = len(_runs(times))
     if n and agree(problem.recorded, y, problem.near).all():
         others = _as_others(np.array(times), of_one, within)
-        look = _OTHERS if others else _LOOK
+        look = _OTHERS if others else _LOOK if min(times) else _BOUND
         yield Solved((changed,), others or words(times), _BITS + _NUMBER * n, look, fitted=True)
 
 
@@ -99,7 +102,7 @@ def planted(problem: Problem, said: str) -> Iterator[Op]:
     times = [1.0] * (problem.op.attrs["rope"].n_rot // 2)
     for one in found:
         first, last = int(one[1] or one[3]), int(one[2] or one[3])
-        times[first : last + 1] = [float(one[4])] * (last + 1 - first)
+        times[first : last + 1] = [float(one[4] or 0)] * (last + 1 - first)
     if words(times) == said:
         yield turning(problem.op, times)
 
@@ -117,13 +120,14 @@ def words(times: Sequence[float]) -> str:
         off = [i for i, rate in enumerate(times) if rate != 1]
         about = " to ".join(dict.fromkeys((f"{a:.2g}", f"{b:.2g}")))
         return f"pairs {ranges(off)} turn about {about} times as fast as they should, each at its own rate"
-    said = (
-        f"pair {first} turns {rate:.6g} times as fast as it should"
-        if first == last
-        else f"pairs {first} to {last} turn {rate:.6g} times as fast as they should"
-        for first, last, rate in runs
-    )
-    return ", ".join(said)
+    return ", ".join(starmap(_run_said, runs))
+
+
+def _run_said(first: int, last: int, rate: float) -> str:
+    if first == last:
+        return f"pair {first} turns {rate:.6g} times as fast as it should" if rate else f"pair {first} does not turn"
+    pairs = f"pairs {first} to {last}"
+    return f"{pairs} turn {rate:.6g} times as fast as they should" if rate else f"{pairs} do not turn"
 
 
 def _runs(times: Sequence[float]) -> list[tuple[int, int, float]]:
