@@ -1864,6 +1864,25 @@ COMBINED = {  # and what is said of a kind of op
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
+def test_ways_to_hold_matrices_that_a_part_refutes_leave_more(
+    computed: torch.dtype, models: Models, tmp_path: Path
+) -> None:
+    """Behind hidden states most are, of an engine that has one of them, and not that one."""
+    model = models(replace(SHAPE, n_ff=192), "F16")
+    arithmetic = "exact, matrices in wide int8/row"
+    trace = Trace(traced(model, tmp_path / "t.trace", arithmetic=arithmetic, capture="layers", computed=computed))
+    file = GGUFFile(model)
+    replay, record = Replay(trace, build_graph(file), Weights(file)), trace.ops[0, "blk.1.ffn_residual"]
+    fitting, start = replay._fitting, scheme_named("exact")
+    held = [way.of(start) for way in WAYS if way.part == "matrices" and not way.is_of(start)]
+    ways = replay._planner.suiting(held, record)
+    refuted = [scheme for scheme in ways if fitting.refutes(record, start, scheme)]
+    assert len(refuted) > len(ways) / 2
+    assert scheme_named(arithmetic).linear not in {scheme.linear for scheme in refuted}
+    assert all(fitting.left(record, scheme) > 0.99 * fitting.left(record, start) for scheme in refuted)
+
+
 @pytest.mark.parametrize(
     ("reported", "asked"),
     [
