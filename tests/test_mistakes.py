@@ -643,6 +643,7 @@ def computes(graph: Graph, wrong: Op, weights: Weights) -> None:
         whole = ({True: S, "earlier": S - T}[past], *shape[1:]) if past in (True, "earlier") else shape
         x = INTEGERS[name] if name in INTEGERS else torch.rand(whole, dtype=torch.float64)
         x = torch.arange(S) if name == "positions" and past else x
+        x = torch.tensor([0] * (S - T) + [S - T] * T) if name == "past" and past is True else x
         given.append(seen(view, T, S, x) if view else x)
     energy = Energy()
     made = evaluate(wrong, given, weights, EXACT, energy)
