@@ -276,7 +276,7 @@ def test_gelu_in_half_precision_is_not_said_to_be_looked_up(
     "arch",
     [
         pytest.param("gemma3n", marks=pytest.mark.slow),
-        "gemma4",
+        pytest.param("gemma4", marks=pytest.mark.slow),
         "t5encoder",
         pytest.param("rwkv7", marks=pytest.mark.slow),
     ],

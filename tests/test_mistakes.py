@@ -266,7 +266,8 @@ def test_a_mistake_of_prompts_alone_is_named_where_they_hand_on_a_state(tiny: Ti
 
 
 @pytest.mark.parametrize(
-    ("capture", "window"), [("all", 0), ("layers", 4), pytest.param("layers", 0, marks=pytest.mark.slow)]
+    ("capture", "window"),
+    [("all", 0), *(pytest.param("layers", window, marks=pytest.mark.slow) for window in (4, 0))],
 )
 def test_scores_are_capped_by_a_number_on_no_list(capture: Capture, window: int, tmp_path: Path) -> None:
     """Of Gemma 2's scores, whose cap is ops of their own, by itself and beside a window that is ignored (lm.rs)."""
@@ -286,7 +287,7 @@ def test_scores_are_capped_by_a_number_on_no_list(capture: Capture, window: int,
 @pytest.mark.parametrize(
     ("source", "whose"), [(lambda layer: 0, "layer 0"), (lambda layer: layer - 1, "the layer before")]
 )
-@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
 def test_a_bias_is_of_one_layer_or_of_the_one_before(
     source: Callable[[int], int], whose: str, capture: Capture, tmp_path: Path
 ) -> None:
@@ -378,7 +379,7 @@ CHUNKS = {
 @pytest.mark.parametrize(
     ("mistake", "capture"),
     [
-        pytest.param(mistake, capture, marks=[pytest.mark.slow] * (capture == "layers" and mistake != "forgotten"))
+        pytest.param(mistake, capture, marks=[pytest.mark.slow] * (capture == "layers"))
         for mistake in CHUNKS
         for capture in ("all", "layers")
     ],

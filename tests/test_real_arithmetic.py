@@ -843,7 +843,7 @@ def without_subnormal_numbers(name: str, values: np.ndarray) -> np.ndarray | Non
     return None if values.ndim == 1 or "embd" in name else np.where(np.abs(values) < 2.0**-14, 0, values)
 
 
-@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
 def test_weights_whose_subnormal_numbers_are_read_as_0_are_an_arithmetic(
     capture: str, models: Models, tmp_path: Path
 ) -> None:
@@ -1468,7 +1468,9 @@ def test_a_step_may_read_its_own_keys_and_values_before_they_are_cached(
         assert said(result, "add") == {"exact", "KV cache in float16 but for the step's own"}
 
 
-@pytest.mark.parametrize(("name", "most"), [("float8 (e4m3)", 448.0), ("int8", 127.0)])
+@pytest.mark.parametrize(
+    ("name", "most"), [pytest.param("float8 (e4m3)", 448.0, marks=pytest.mark.slow), ("int8", 127.0)]
+)
 def test_a_cache_may_have_scales_that_were_measured_beforehand(
     name: str, most: float, models: Models, tmp_path: Path
 ) -> None:
