@@ -12,6 +12,7 @@ import torch
 from conftest import TOKENS, Models, from_float, trace_graph
 from torch import Tensor
 
+from tracediff.diagnose.planting import plant
 from tracediff.errors import TraceError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -175,6 +176,17 @@ def test_a_planted_fault_is_named(models: Models, torch_trace: Callable[..., Pat
         assert code == 1, output
         result = json.loads((tmp_path / "result.json").read_text())
         assert result["faulty"][0]["cause"]["name"] == fault
+
+
+def test_a_step_begins_before_the_first_token_that_was_recorded_of_it(models: Models, tmp_path: Path) -> None:
+    """Of a prompt, from its second token on, that leaves out key 0 "cached positions are not attended to"."""
+    model = Model(models("qwen3"))
+    graph = plant(model.graph, model.file, "keys_skipped@1")
+    whole = trace_graph(graph, model.file, tmp_path / "whole.trace", TOKENS)
+    path = trim(whole, tmp_path / "cut.trace", lambda record: tuple(range(1, len(TOKENS))))
+    assert [finding.text for finding in check_trace(path, model.path).findings] == [
+        "attn_probs in layer 1: key 0 is left out by every query that sees others."
+    ]
 
 
 # ---- Two sides with other rows

@@ -71,8 +71,9 @@ class Trials:
         ]
         seen = self._seen(record, error)
         wrong_from = None if seen else partial(self._wrong_from, record, before)
-        n_positions = max(self._replay.trace.steps[record.step].positions) + 1
-        context = Context(graph, self._replay.weights.file, seen, wrong_from, n_positions)
+        positions = self._replay.trace.steps[record.step].positions
+        first = None if record.rows is None else positions[0]
+        context = Context(graph, self._replay.weights.file, seen, wrong_from, max(positions) + 1, first)
         names = list(dict.fromkeys(local_name(op.name) for op in targets))
         # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone, or at its twin's.
         alone = [] if mistake.everywhere or len(names) == 1 else [[name] for name in names] + _siblings(targets)

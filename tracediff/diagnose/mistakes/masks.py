@@ -59,18 +59,23 @@ def _of_none_zeros(*operands: Tensor, **attrs: Any) -> Tensor:
     "mask_without_offset", "the causal mask does not count the cache", "the cache length in the mask",
     SOFTMAX, "hyprstream#1521",
 )  # fmt: skip
-def _mask_offset(op: Op, _: Context) -> Variants:
+def _mask_offset(op: Op, context: Context) -> Variants:
     words = "the mask begins at 0: it does not count the cached positions"
-    yield op.with_attrs(mask=lambda q, k: k[None, :] - k[0] > (q - q[0])[:, None]), words
+    yield op.with_attrs(mask=lambda q, k: k[None, :] - k[0] > (q - _first(q, context))[:, None]), words
+
+
+def _first(queries: Tensor, context: Context) -> Tensor | int:
+    """The position at which the step begins."""
+    return queries[0] if context.first is None else context.first
 
 
 @AREA.mistake(
     "cache_ignored", "a step sees only its own tokens, not the cache", "the cache length: stuck at 0?",
     SOFTMAX, "rustorch 213b9180",
 )  # fmt: skip
-def _cache_ignored(op: Op, _: Context) -> Variants:
+def _cache_ignored(op: Op, context: Context) -> Variants:
     words = "the step sees only its own tokens: cached positions are not attended to"
-    yield op.with_attrs(mask=lambda q, k: (k[None, :] > q[:, None]) | (k[None, :] < q[0])), words
+    yield op.with_attrs(mask=lambda q, k: (k[None, :] > q[:, None]) | (k[None, :] < _first(q, context))), words
 
 
 @AREA.mistake(

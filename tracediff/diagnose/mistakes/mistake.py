@@ -33,7 +33,8 @@ class Seen:
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a mistake may look at besides the op: of a record what was seen of it, or, where its op is one of several,
-    the position `wrong_from` which it is wrong, of so many positions so far.
+    the position `wrong_from` which it is wrong, of so many positions so far; and of one that has some tokens of its
+    step alone, the position of the `first` in it.
     """
 
     graph: Graph
@@ -41,6 +42,7 @@ class Context:
     seen: Seen | None = None
     wrong_from: Callable[[], int] | None = None
     n_positions: int = 0
+    first: int | None = None
 
 
 class Variant(NamedTuple):
