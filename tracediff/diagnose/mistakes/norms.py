@@ -172,20 +172,22 @@ def _of_whole_rows(op: Op, context: Context) -> Variants:
     "what is summed up in the norm, and its root: sqrt(mean(x^2) + eps)", NORM,
 )  # fmt: skip
 def _of_magnitudes(op: Op, _: Context) -> Variants:
-    belongs = "where the root of the mean of squares belongs"
-    for words, of in (("mean", torch.mean), ("sum", torch.sum)):
-        yield (
-            computing(op, partial(_by_magnitudes, op, of, False)),
-            f"values are divided by the {words} of magnitudes, {belongs}",
-        )
-    root = "values are divided by sqrt(mean(|x|)^2 + eps), where sqrt(mean(x^2) + eps) belongs"
-    yield computing(op, partial(_by_magnitudes, op, torch.mean, True)), root
+    belongs = "of magnitudes, where the root of the mean of squares belongs"
+    divisors: dict[str, Callable[[Tensor, float], Tensor]] = {
+        f"the mean {belongs}": lambda sizes, eps: sizes.mean(-1, keepdim=True) + eps,
+        f"the sum {belongs}": lambda sizes, eps: sizes.sum(-1, keepdim=True) + eps,
+        "sqrt(mean(|x|)^2 + eps), where sqrt(mean(x^2) + eps) belongs":
+            lambda sizes, eps: (sizes.mean(-1, keepdim=True).square() + eps).sqrt(),
+    }  # fmt: skip
+    for words, divisor in divisors.items():
+        yield computing(op, partial(_by_magnitudes, op, divisor)), f"values are divided by {words}"
 
 
-def _by_magnitudes(op: Op, of: Callable[..., Tensor], squared: bool, x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+def _by_magnitudes(
+    op: Op, divisor: Callable[[Tensor, float], Tensor], x: Tensor, *weight: Tensor, eps: float
+) -> Tensor:
     x = _centred(op, x)
-    divisor = of(x.abs(), -1, keepdim=True)
-    return scaled(x / ((divisor.square() + eps).sqrt() if squared else divisor + eps), *weight)
+    return scaled(x / divisor(x.abs(), eps), *weight)
 
 
 @AREA.mistake(

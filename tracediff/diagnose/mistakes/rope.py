@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,13 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.english import told_apart
 from tracediff.model.graph import Op
-from tracediff.model.hparams import Rope
+from tracediff.model.hparams import Pairing, Rope
 from tracediff.model.weights import reading, values_of
 from tracediff.numerics.kinds.rope import Angles, pairs_of, rope_angles, together, yarn_range
 from tracediff.numerics.kinds.rope import rope as turned
 
 AREA = Area()
+_OTHER: dict[Pairing, Pairing] = {"neighbours": "halves", "halves": "neighbours"}
 _Way = Callable[[Tensor, Tensor], Tensor]  # of angles of pairs, and those of position 1, others
 _WHOLE = 1e-4  # to which a number of pairs is whole
 _ROWS = 64  # tokens that a base is fitted to
@@ -58,7 +59,7 @@ def _with(op: Op, **numbers: Any) -> Op:
 def _pairing(op: Op, _: Context) -> Variants:
     rope = op.attrs["rope"]
     words = {"halves": "halves (i, i + n/2)", "neighbours": "neighbouring channels (2i, 2i + 1)"}
-    wrong = "halves" if rope.pairing == "neighbours" else "neighbours"
+    wrong = _OTHER[rope.pairing]
     yield _with(op, pairing=wrong), f"rope pairs {words[wrong]}; this model pairs {words[rope.pairing]}"
 
 
@@ -252,10 +253,10 @@ def _coarse(op: Op, _: Context) -> Variants:
     ROPE,
 )  # fmt: skip
 def _other_tables(op: Op, _: Context) -> Variants:
-    neighbours = op.attrs["rope"].pairing == "neighbours"
-    own, other = ("i // 2", "i % (n / 2)")[:: 1 if neighbours else -1]
+    pairing = op.attrs["rope"].pairing
+    own, other = ("i // 2", "i % (n / 2)")[:: 1 if pairing == "neighbours" else -1]
     words = f"channel i turns by the angle of pair {other}, where that of pair {own} belongs"
-    yield computing(op, partial(_turned, tables="halves" if neighbours else "neighbours")), words
+    yield computing(op, partial(_turned, tables=_OTHER[pairing])), words
 
 
 def _as_it_is(by: Tensor, _: Tensor) -> Tensor:
@@ -264,7 +265,7 @@ def _as_it_is(by: Tensor, _: Tensor) -> Tensor:
 
 def _turned(
     x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope,
-    tables: Literal["neighbours", "halves"] | None = None, crossed: Literal["neighbours", "halves"] | bool = True,
+    tables: Pairing | None = None, crossed: Pairing | bool = True,
     ways: tuple[_Way, _Way] = (_as_it_is, _as_it_is), **_: Any,
 ) -> Tensor:  # fmt: skip
     """Channels times cosines, and those `crossed`, of each pair less the second, then the first, times sines; be it of
@@ -313,9 +314,8 @@ def _not_crossed(op: Op, _: Context) -> Variants:
     words = "sin multiplies each channel itself, the first of a pair with a minus, where the other of the pair belongs"
     yield computing(op, partial(_turned, crossed=False)), words
     put = op.attrs["rope"].pairing
-    taken: Literal["neighbours", "halves"] = "halves" if put == "neighbours" else "neighbours"
-    words = f"sin multiplies channels that are taken apart as {taken} and put together as {put}"
-    yield computing(op, partial(_turned, crossed=taken)), words
+    words = f"sin multiplies channels that are taken apart as {_OTHER[put]} and put together as {put}"
+    yield computing(op, partial(_turned, crossed=_OTHER[put])), words
 
 
 @AREA.mistake(
