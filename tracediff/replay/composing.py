@@ -1,7 +1,7 @@
 """Arithmetic that is not listed: from what comes nearest part after part is done in the way that leaves least."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median_low
 
 from tracediff.numerics.arithmetic import Scheme
@@ -137,8 +137,7 @@ class Composing:
         """Where most of what a segment leaves was rounded when it was stored, no step takes much away: single values
         tell then, which exceed their bounds in all arithmetics but the right one. (Single ops are asked one by one.)
         """
-        changes = filter(self._may_be, self._planner.changes((start,), *self._records))
-        likely = (scheme for scheme in changes if not self._fitting.refutes(few[0], start, scheme))
+        likely = self._likely(self._planner.changes((start,), *self._records), few[0], start)
         most = self._fitting.left(few[0], start)
         return self._that_fits([scheme for scheme in likely if self._fitting.left(few[0], scheme) <= most])
 
@@ -164,8 +163,8 @@ class Composing:
             changes = self._planner.changes(ahead, *self._records)
             if found[best] > BLIND:
                 changes = [s for s in changes if rounding_named(s.linear.stored).is_coarse]
-            others = (s for s in changes if s not in found and self._may_be(s))
-            first = {s: miss(few[0], s) for s in others if not self._fitting.refutes(few[0], ahead[0], s)}
+            others = (s for s in changes if s not in found)
+            first = {s: miss(few[0], s) for s in self._likely(others, few[0], ahead[0])}
             before = miss(few[0], ahead[0])
             if min(first.values(), default=math.inf) >= enough * before:
                 break
@@ -177,6 +176,10 @@ class Composing:
             best = near[0]
         rivals = [scheme for scheme in near if found[scheme] <= alike * found[best]]
         return best, rivals, found[best]
+
+    def _likely(self, schemes: Iterable[Scheme], record: OpRecord, start: Scheme) -> Iterator[Scheme]:
+        """Those that it may be, and that no part of the record refutes, of schemes that differ from the start."""
+        return (s for s in schemes if self._may_be(s) and not self._fitting.refutes(record, start, s))
 
     def _left_of(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
         return median_low(self._fitting.left(record, scheme) for record in records)
