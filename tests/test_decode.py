@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SHAPES, Models, trace_graph
+from conftest import SHAPES, Models, some_of, trace_graph
 
 from tracediff.diagnose.budget import ENDLESS
 from tracediff.diagnose.hypothesis import Assumed, Hypothesis
@@ -16,6 +16,7 @@ from tracediff.diagnose.kin import Faulty, Kin
 from tracediff.model.graph import Graph, Op, View
 from tracediff.model.model import Model
 from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.recurrent import ssm_conv
 from tracediff.numerics.views import seen
 from tracediff.pipeline import check_trace
 from tracediff.replay.judging import Subject, replays_of
@@ -96,6 +97,52 @@ def test_a_mistake_of_decode_behind_a_state_is_named(tiny: Callable[[str], Path]
     said = findings(model, tmp_path / "mine.trace", ops, "layers")
     assert len(said) == 1
     assert said[0].endswith("in steps 1, 2: conv_output_silu: silu is not applied, in steps of one token alone.")
+
+
+@pytest.mark.parametrize("recorded", ["every op", "no scaled scores"])
+def test_prompts_with_another_window_and_decoding_without_one_are_two_mistakes(
+    recorded: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As candle's quantized gemma3 masks: keys up to the window's length back in prompts, and nothing of one token."""
+    model = Model(tiny("gemma3"))
+    of_window = [op for op in model.graph if op.kind == "softmax" and op.attrs.get("window") == 5]
+
+    def masked(
+        scores: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, *, scale: float, window: int
+    ) -> torch.Tensor:
+        if len(queries) > 1:
+            return KINDS["softmax"].function(scores, queries, keys, scale=scale, window=window + 1)
+        return KINDS["softmax"].function(scores, queries, keys, scale=scale)
+
+    graph = model.graph.changed(*(replace(op, function=masked) for op in of_window))
+    path = trace_graph(graph, model.file, tmp_path / "whole.trace", TOKENS, [7], [40])
+    if recorded != "every op":
+        path = some_of(path, tmp_path / "some.trace", lambda op: not op.endswith("attn_scores_scaled"))
+    texts = {finding.text for finding in check_trace(path, model).findings}
+    assert {text[text.index("in step") :] for text in texts} == {
+        f"in step 0: {'' if recorded == 'every op' else 'attn_probs: '}a window of 6 instead of one of 5.",
+        f"in steps 1, 2: {'' if recorded == 'every op' else 'attn_probs: '}no window instead of one of 5.",
+    }
+
+
+@pytest.mark.parametrize(
+    ("taps", "said"),
+    [([1, 2, 3, 0], "the taps of the kernel are rotated: the last column meets tap 0 of 4"), ([3, 1, 2, 0], "")],
+)
+def test_what_explains_steps_of_no_state_alone_is_not_said(
+    taps: list[int], said: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Token by token: in the first the last tap is all that is told, so a ring that begins at another column, and two
+    taps that are exchanged, were "in the reverse order" there.
+    """
+    model = Model(tiny("mamba"))
+    convs = [op for op in model.graph if op.kind == "ssm_conv"]
+    wrong = [replace(op, function=lambda x, w: ssm_conv(x, w[..., taps])) for op in convs]
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "t.trace", *([token] for token in TOKENS))
+    some = some_of(path, tmp_path / "some.trace", lambda op: "conv" not in op or op.endswith(".add"))
+    (finding,) = check_trace(some, model).findings
+    assert said in finding.text
+    assert "reverse" not in finding.text
 
 
 def test_what_attention_reads_of_this_step_is_no_choice(models: Models, tmp_path: Path) -> None:

@@ -1079,7 +1079,7 @@ def test_a_vector_that_is_added_for_every_token_has_its_name() -> None:
     said = "the same vector is added for every token, as a bias would be"
     assert describe(x + bias, x, axes, vectors).startswith(f"{said}: attn_output.bias besides; ")
     assert describe(x - bias, x, axes, vectors).startswith(f"{said}: attn_output.bias is taken away; ")
-    assert describe(x + 2 * bias, x, axes, vectors).startswith(f"{said}; ")
+    assert describe(x + 2 * bias, x, axes, vectors).startswith(f"{said}: 2 times attn_output.bias; ")
     about_1 = {9: [("attn_norm.weight", 1 + 0.01 * noise[2].float())]}.get
     assert describe(x + 1, x, axes, about_1).startswith(f"{said}; ")
 

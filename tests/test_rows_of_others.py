@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,46 @@ def test_keys_of_another_sequence_are_told(models: Models, tmp_path: Path) -> No
         "attn_scores in layer 2, in step 2 of sequence 4: the keys at positions 0 to 3 are of positions 0 to 3 of "
         "sequence 0."
     )
+
+
+def test_a_head_of_a_key_that_is_another_head_of_it_is_told(models: Models, tmp_path: Path) -> None:
+    """As a decoded row is cached by a stride that is of prompts."""
+    model = Model(models(Shape("qwen2", n_layer=2, n_embd=48, n_head=6, n_head_kv=2, n_ff=80)))
+
+    def moved(q: Tensor, cached: Tensor, right: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        rows = cached.clone()
+        rows[11:, 0] = cached[11:, 1]
+        return right(q, rows)
+
+    of_layer_1 = replace(model.graph["blk.1.attn_scores"], function=partial(moved, right=KINDS["scores"].function))
+    graph = model.graph.changed(of_layer_1)
+    trace = trace_graph(graph, model.file, tmp_path / "t.trace", TOKENS, [9], [33])
+    (finding,) = check_trace(trace, model).findings
+    assert finding.text == (
+        "attn_scores in layer 1, in steps 1, 2: keys are those of other positions, heads or sequences "
+        "(blk.1.attn_scores in step 1: head 0 of the key at position 11 is head 1 of the same position)."
+    )
+
+
+def test_a_term_that_another_step_left_is_told(models: Models, tmp_path: Path) -> None:
+    """The residual stream in a buffer that decoding does not fill, and what was written to another of them."""
+    model, kept = Model(models("qwen3", "F32")), dict[str, Tensor]()
+
+    def stale(name: str, y: Tensor, x: Tensor) -> Tensor:
+        if len(x) > 1:
+            kept[name] = {"attn_residual": x, "ffn_residual": x + y}[name][-1:]
+        return (kept[name] if len(x) == 1 else x) + y
+
+    names = ("attn_residual", "ffn_residual")
+    assert all(model.graph[f"blk.1.{name}"].inputs[1].endswith("_residual") for name in names)
+    changed = [replace(model.graph[f"blk.1.{name}"], function=partial(stale, name)) for name in names]
+    trace = trace_graph(model.graph.changed(*changed), model.file, tmp_path / "t.trace", TOKENS, [9], [33])
+    assert {finding.text for finding in check_trace(trace, model).findings} == {
+        "attn_residual in layer 1, in steps 1, 2: the layer's input is that of earlier tokens "
+        "(blk.1.attn_residual in step 1: the layer's input of position 11 is that of position 10).",
+        "ffn_residual in layer 1, in steps 1, 2: attn_residual is ffn_residual of earlier tokens "
+        "(blk.1.ffn_residual in step 1: attn_residual of position 11 is ffn_residual of position 10).",
+    }
 
 
 def test_logits_of_another_row_are_told(models: Models, tmp_path: Path) -> None:

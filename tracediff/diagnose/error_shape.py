@@ -148,16 +148,18 @@ def _nearly_a_multiple(y: Tensor, x: Tensor) -> str:
 
 
 def _named_vector(added: Tensor, vectors: Vectors) -> str:
-    """Which of the model's it is, be it taken away; empty where it is none."""
+    """Which of the model's it is, be it taken away or a multiple; empty where it is none."""
     added = added.flatten()
     for name, values in vectors(added.numel()):
         given = values.to(added)
         # Of norms' weights, which are all about 1, the mean says nothing.
-        varies = float((given - given.mean()).square().sum()) > _VECTOR * float(given.square().sum())
-        for sign, said in ((1, f": {name} besides"), (-1, f": {name} is taken away")):
-            alike = nmse(added - added.mean(), sign * (given - given.mean())) if varies else math.inf
-            if alike < _VECTOR and nmse(added, sign * given) < _VECTOR:
-                return said
+        deviations = given - given.mean()
+        varies = float(deviations.square().sum()) > _VECTOR * float(given.square().sum())
+        times = float((added * given).sum() / given.square().sum().clamp(min=1e-300))
+        if varies and max(nmse(added - added.mean(), times * deviations), nmse(added, times * given)) < _VECTOR:
+            if abs(abs(times) - 1) < math.sqrt(_VECTOR):
+                return f": {name} {'besides' if times > 0 else 'is taken away'}"
+            return f": {times:.3g} times {name}"
     return ""
 
 

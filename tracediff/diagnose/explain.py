@@ -14,7 +14,7 @@ from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, with
 from tracediff.diagnose.error_shape import describe, describe_choice, describe_scan
 from tracediff.diagnose.evidence import shown
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, Way
-from tracediff.diagnose.kin import Faulty, Kin
+from tracediff.diagnose.kin import Faulty, Kin, told_by
 from tracediff.diagnose.low_rank import followed
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.rows.told import Told
@@ -40,7 +40,6 @@ from tracediff.result import Cause, OpResult
 from tracediff.trace.format import OpRecord
 
 _ALSO = 3  # other mistakes that come to the same are said
-_ENOUGH = 8  # tokens, and positions: with more a record tells no mistake from another that fewer do not
 _OTHER_STEPS = 3  # that are asked what they read
 _UNTRIED = "mistakes were tried in all layers alike, not in one alone: record hidden states to find the layer"
 
@@ -123,7 +122,7 @@ class Explainer:
         errors = {(op.step, op.op): op.local for op in ops if op.local}
         records, explained = self._replay.trace.ops, dict[int, OpResult]()
         pending = [Faulty(at, records[ops[at].step, ops[at].op], error) for at in members if (error := ops[at].local)]
-        kin = Kin(self._replay, budget, errors, sorted(pending, key=self._tells_little))
+        kin = Kin(self._replay, budget, errors, sorted(pending, key=partial(told_by, self._replay), reverse=True))
         if not any(ops[at].status == "faulty" for at in members):
             return self._not_excused(ops, members, kin, progress)
         left = {one.at: one for one in kin.pending}
@@ -174,13 +173,6 @@ class Explainer:
                     found[at] = self._named(result, one, same, kin)
         return found
 
-    def _tells_little(self, one: Faulty) -> tuple[int, int]:
-        """Which records to look at last: of an engine that is fed token by token the first steps, of few keys, are
-        explained by many edits that no later step has.
-        """
-        step = self._replay.trace.steps[one.record.step]
-        return -min(len(step.tokens), _ENOUGH), -min(max(step.positions) + 1, _ENOUGH)
-
     def _explained(self, kin: Kin, progress: Progress) -> Iterable[tuple[Kin, Faulty, Hypothesis | None]]:
         """Single ops first, then the segments that run through them, with the kin as it is known by then."""
         alone = [one for one in kin.pending if len(one.error.segment) == 1]
@@ -215,7 +207,7 @@ class Explainer:
                 later.append(first)
                 unknown.add(name)
                 continue
-            if best is None:
+            if best is None or kin.is_by_chance(best, first, kin.in_vain):
                 kin.in_vain.append(first)
                 continue
             # In an arithmetic that needs no rival the others are not asked in each that there is.
@@ -241,9 +233,11 @@ class Explainer:
         # What was found in later layers may be one of several in an earlier one, or be made there in some steps.
         for best in [*kin.found, *(best.but_in_some_steps() for best in kin.found)]:
             yield from ((kin, *each) for each in kin.carry(best, kin.in_vain))
+        in_vain = [*kin.in_vain]
         while kin.in_vain:
             one = kin.in_vain.pop(0)
             best = Search(kin).one_more(one)
+            best = None if best and kin.is_by_chance(best, one, in_vain) else best
             yield kin, one, best
             if best:
                 kin.found.append(best)

@@ -14,7 +14,7 @@ import torch
 
 from tracediff.diagnose.budget import Budget
 from tracediff.diagnose.carrying import carried, is_rule
-from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, is_of_single_values, to_beat
+from tracediff.diagnose.hypothesis import PART, SOLVED, Assumed, Hypothesis, is_of_single_values, to_beat
 from tracediff.diagnose.trials import Trials
 from tracediff.model.graph import Op
 from tracediff.names import local_name
@@ -31,6 +31,7 @@ _TOLD = 1e-3
 _AS_NOISE = 0.5  # of the squared bound: what is spread evenly up to it has a third
 _NORMS = ("rms_norm", "layer_norm", "l2_norm", "group_norm")
 _OTHERS = 2  # steps besides that are mistaken: so many are asked of what one row tells little of
+_ENOUGH = 8  # tokens, and positions: with more a record tells no mistake from another that fewer do not
 _ALL_BUT = 1e-5  # of the squared error: in a segment roundings that turn leave no more
 # Ways to choose the records in which roundings turned of all that there are, be they as likely in one as in another:
 # that it is these very ones is a chance of one in so many.
@@ -44,6 +45,14 @@ class Faulty:
     at: int
     record: OpRecord
     error: Local
+
+
+def told_by(replay: Replay, one: Faulty) -> tuple[int, int]:
+    """How much a record tells, in tokens and in keys: of an engine that is fed token by token the first steps, of few
+    keys, are explained by many edits that no later step has.
+    """
+    step = replay.trace.steps[one.record.step]
+    return min(len(step.tokens), _ENOUGH), min(max(step.positions) + 1, _ENOUGH)
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,19 @@ class Kin:
     def in_vain_of(self, one: Faulty) -> list[Faulty]:
         """Records of the same op, in whichever layer, that nothing was found for."""
         return [other for other in self.in_vain if local_name(other.record.op) == local_name(one.record.op)]
+
+    def is_by_chance(self, found: Hypothesis, one: Faulty, in_vain: Sequence[Faulty]) -> bool:
+        """Whether it explains a step that tells little, of few tokens and keys, and takes nothing away of others of the
+        op, which were sought in vain. (A convolution whose taps were rotated had them "in the reverse order" in its
+        first steps, of next to no state.)
+        """
+        told = told_by(self.replay, one)
+        if max(told) == _ENOUGH:
+            return False
+        others = [other for other in in_vain if other.record.op == one.record.op]
+        others = [other for other in others if told_by(self.replay, other) > told][:_OTHERS]
+        lefts = ((min(h.left for h in self.tried(found, other)), other.error) for other in others)
+        return len(others) == _OTHERS and all(left > PART * error.nmse for left, error in lefts)
 
     def given(self, one: Faulty) -> Hypothesis | None:
         """What is wrong by itself, in other records, in ops that a segment runs through, where that explains it."""
@@ -332,10 +354,10 @@ class Kin:
         return self.is_of_one_token(record) and not kinds.isdisjoint(_NORMS)
 
     def is_soon_suited(self, tried: Hypothesis, record: OpRecord) -> bool:
-        """Whether one row of the record tells little of what is tried: it has a number, or the row is a choice or one
-        factor, or follows from a choice.
+        """Whether the record tells little of what is tried: it is one row, and that has a number; or it is a choice or
+        one factor, or follows from a choice.
         """
-        fitted = any(part.fitted for part in tried.parts)
+        fitted = self.is_of_one_token(record) and any(part.fitted for part in tried.parts)
         one_factor = SOLVED in tried.mistakes and self.is_one_factor(record, tried.ops)
         return fitted or self._is_choice(record) or one_factor or self.only_chooses(tried, record)
 
@@ -348,7 +370,7 @@ class Kin:
         """
         steps = self.replay.trace.steps
         errors = {step: error for step in steps if (error := self.errors.get((step, record.op)))}
-        largest = max(errors, key=lambda step: len(steps[step].tokens))
+        largest = max(errors, key=lambda step: (len(steps[step].tokens), max(steps[step].positions)))
         soon_suited = self.is_soon_suited(tried, record)
         mistaken = [step for step, error in errors.items() if error.faulty and step != record.step]
         asked = {largest, *mistaken[: _OTHERS if soon_suited else 0]} & {*mistaken}

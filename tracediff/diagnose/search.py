@@ -80,7 +80,7 @@ class Search:
         if len(vain) >= _SEARCHES:
             return self._kin.fewest(self.one_more(one), one)
         some = (h.but_in_some_steps() for h in tried.first(_ALIKE) if not self._kin.is_soon_suited(h, one.record))
-        here = [h for h in some if self._kin.pays(h, one) and not self._kin.is_handed_on(h, one.record)]
+        here = [h for h in some if self._kin.pays(h, one) and self._may_be_here_alone(h, one)]
         began = time.monotonic()
         if found_one := self._solved(one, here):
             return found_one
@@ -286,10 +286,16 @@ class Search:
         what ids they were, that was "the number of channels is taken for 768".)
         """
         suited = solved.parts[-1].fitted or self._kin.is_one_factor(one.record, solved.ops)
-        if suited or not self._kin.pays(solved, one) or self._kin.is_handed_on(solved, one.record):
+        return not suited and self._kin.pays(solved, one) and self._may_be_here_alone(solved, one)
+
+    def _may_be_here_alone(self, tried: Hypothesis, one: Faulty) -> bool:
+        """Whether no later step must have it, and of those of as many tokens that are mistaken some do. (A convolution
+        whose taps were rotated had them "in the reverse order" in its first steps, of next to no state.)
+        """
+        if self._kin.is_handed_on(tried, one.record):
             return False
-        alike = [other for other in self._kin.pending if self._is_alike(other, one)][:_ASKED]
-        in_some = solved.but_in_some_steps()
+        alike = [other for other in (*self._kin.pending, *self._kin.in_vain) if self._is_alike(other, one)][:_ASKED]
+        in_some = tried.but_in_some_steps()
         return not alike or any(self._kin.carried(in_some, other) for other in alike)
 
     @staticmethod

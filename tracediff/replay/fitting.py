@@ -65,7 +65,8 @@ class Fitting:
         self._unexplained: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
         self._begun: dict[tuple[OpRecord, Scheme, bool], Tensor] = {}
         self._lefts: dict[tuple[OpRecord, Scheme], float] = {}
-        self._looks: dict[tuple[OpRecord, Scheme, bool], Look] = {}
+        self._looks: dict[tuple[OpRecord, Scheme, bool, bool], Look] = {}
+        self._in_float32: tuple[OpRecord, Recomputation] | None = None
         self._terms: dict[tuple[OpRecord, Scheme], Terms] = {}
         self._fews: tuple[tuple[Recomputation, OpRecord, Scheme], Few | None] | None = None
 
@@ -176,7 +177,7 @@ class Fitting:
 
         def explained(scheme: Scheme) -> tuple[int, float]:
             ops = sound[scheme]
-            looks = (self.closely(one, scheme, self._glances_at(one)) for one in records if one.op in ops)
+            looks = (self._seen(one, scheme) for one in records if one.op in ops)
             return len(ops), median(Explanation(seen.local.nmse, True, noise=seen.noise).score for seen in looks)
 
         return sorted((scheme for scheme, ops in sound.items() if len(ops) > 1), key=explained)[-1:]
@@ -243,15 +244,26 @@ class Fitting:
         seen = (self._judged(record, scheme) for scheme in schemes)
         return schemes[:1] if all(local.faulty and local.excess > _FAR for local in seen) else schemes
 
-    def closely(self, record: OpRecord, scheme: Scheme, glance: bool = False) -> Look:
-        """The record under a scheme, with noise from more samples where a few do not cover it; at a `glance` a part."""
-        key = record, scheme, glance
+    def closely(self, record: OpRecord, scheme: Scheme, glance: bool = False, rough: bool = False) -> Look:
+        """The record under a scheme, with noise from more samples where a few do not cover it; at a `glance` a part; at
+        a `rough` look multiplied in float32.
+        """
+        key = record, scheme, glance, rough
         if key not in self._looks:
-            seen = look(self._recomputation, record, scheme, glance)
+            by = self._roughly(record) if rough else self._recomputation
+            seen = look(by, record, scheme, glance)
             if len(seen.local.segment) > 1 and seen.local.faulty and seen.local.excess <= _FAR:
-                seen = look(self._recomputation.changed((), _MORE_SAMPLES), record, scheme)
+                seen = look(by.changed((), _MORE_SAMPLES), record, scheme)
+            if rough:
+                by.keep_waists()
             self._looks[key] = seen
         return self._looks[key]
+
+    def _roughly(self, record: OpRecord) -> Recomputation:
+        """What schemes have in common of a record, with its noise, multiplied in float32."""
+        if self._in_float32 is None or self._in_float32[0] != record:
+            self._in_float32 = record, self._recomputation.roughly(has_noise=True)
+        return self._in_float32[1]
 
     def first_looks(
         self,
@@ -439,7 +451,12 @@ class Fitting:
 
     def _judged(self, record: OpRecord, scheme: Scheme) -> Local:
         """The record under a scheme, beside its floor; or a part of a large one."""
-        return self.closely(record, scheme, self._glances_at(record)).local
+        return self._seen(record, scheme).local
+
+    def _seen(self, record: OpRecord, scheme: Scheme) -> Look:
+        """The same with its noise: of a segment as far as float32 tells it, which is a third of the time."""
+        rough = self._planner.is_segment(record) and self.left(record, scheme) > ROUGH
+        return self.closely(record, scheme, self._glances_at(record), rough)
 
     def _glances_at(self, record: OpRecord) -> bool:
         """Whether a part of the record tells its arithmetic; no rank hides in it."""

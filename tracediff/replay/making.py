@@ -111,9 +111,8 @@ class Making:
         return whole if self.of is None else whole.at(self.calls[0].op.axes.index("T"), self.of)
 
     def _whole(self, ys: Sequence[Tensor]) -> Recomputed:
-        exact, (y, *samples) = self.calls[0], ys
+        exact, (y, *samples) = self.calls[0], [y.double() for y in ys]  # be they multiplied in float32
         if exact.energy is None:
-            y = y.double()  # be it multiplied in float32
             none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
             return Recomputed(y, Noise(none, none), Noise(none, none), inputs=tuple(exact.inputs))
         terms = self._terms_of_ranks(exact, y)  # before its energy is used up

@@ -105,11 +105,12 @@ class Recomputation:
         """Whether the value was recorded, or is known otherwise."""
         return self.recorded.holds(place) or place in self._told
 
-    def roughly(self) -> "Recomputation":
-        """The same without noise, multiplied in float32: what many hypotheses leave is seen so."""
-        other = self.changed((), n_samples=0)
+    def roughly(self, has_noise: bool = False) -> "Recomputation":
+        """The same multiplied in float32, without noise or with it: what many hypotheses leave is seen so."""
+        other = self.changed((), _SAMPLES if has_noise else 0)
         other.weights, other._kept = self.weights.in_float32(), Kept()
-        other._pasts, other._unchanged = other._kept.of(other._changes, 0), None
+        other._pasts, other._unchanged = other._kept.of(other._changes, other._n_samples), None
+        other._values = {key: value for key, value in other._values.items() if not key[1]}
         return other
 
     def segment(self, record: OpRecord) -> tuple[str, ...]:

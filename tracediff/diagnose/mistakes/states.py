@@ -123,10 +123,15 @@ def _misplaced(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
-    "conv_reversed", "the convolution runs the other way", "the order of the kernel's taps", Where(("ssm_conv",)),
+    "conv_reversed", "the convolution runs the other way, or from another tap on", "the order of the kernel's taps",
+    Where(("ssm_conv",)),
 )  # fmt: skip
 def _reversed(op: Op, _: Context) -> Variants:
     yield computing(op, lambda x, w: ssm_conv(x, w.flip(-1))), "the taps of the kernel are in the reverse order"
+    n = op.weights[0].shape[-1]
+    for by in range(1, n):  # as in a ring of columns whose first is another
+        words = f"the taps of the kernel are rotated: the last column meets tap {by - 1} of {n}"
+        yield computing(op, lambda x, w, by=by: ssm_conv(x, w.roll(-by, -1))), words
 
 
 @AREA.mistake(

@@ -1,29 +1,58 @@
 """Of which token's row each row was made, where an op makes each of its own token's: found by what other tokens' come
 to. A batch has several sequences, and logits are made of the last token of each, so rows are gathered. And a token that
-is fed alone may be given what an earlier step left. (Within one step, all of whose rows were recorded, the solver finds
-the map.)
+is fed alone may be given what an earlier step left, or one of two that it is made of. (Within one step, all of whose
+rows were recorded, the solver finds the map.)
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import msgspec
 import torch
 from torch import Tensor
 
 from tracediff.diagnose.rows.told import FEW, OF_ERROR, Row, Told
-from tracediff.names import StepOf, plain_step
+from tracediff.model.graph import Op
+from tracediff.names import StepOf, layer_of, local_name, plain_step
 from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.nmse import nmse
+from tracediff.replay.look import Known
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
 
 _MOST = 1 << 26  # values that other tokens come to: half a gigabyte
-_READ = "rows are made of those of other tokens"
 _LOOK = "which rows of a batch are gathered: where each sequence begins and ends, and which token's logits are made"
-_STALE = "rows are those of earlier tokens"
 _LOOK_BEFORE = "what a step is given: the token that was chosen last, and buffers that are read before they are filled"
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What may be another token's: all that the op reads, "", or one input alone, in whose place another `value` may be
+    read. `made` is what a token's row comes to with each of these rows, [N, ...].
+    """
+
+    what: str
+    value: str
+    rows: Sequence[Row]
+    made: Callable[[int], Tensor]
+
+    def words(self, position: int, row: Row, own: int) -> str:
+        """Which row was read in the place of a position's."""
+        sequence, other = row
+        whose = f" of sequence {sequence}" * (sequence != own)
+        value = "that" if self.value == self.what else self.value
+        return f"{self.what or 'the row'} of position {position} is {value} of position {other}{whose}"
+
+    def common(self, whose: str) -> str:
+        """What is true of other records too."""
+        if self.what:
+            return f"{self.what} is {'that' if self.value == self.what else self.value} of {whose} tokens"
+        return f"rows are {'those' if whose == 'earlier' else 'made of those'} of {whose} tokens"
 
 
 def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
@@ -41,39 +70,78 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
         return None
     if any(graph.tokens_read(graph[name], (0,)) is None or any(graph[name].past) for name in segment):
         return None
-    rows, others = _others(replay, record, scheme, together)
     known = replay.known(record, scheme)
-    if others is None or others.shape[1:] != known.recorded.shape[1:] or not bool(known.recorded.isfinite().all()):
+    if not bool(known.recorded.isfinite().all()):
         return None
     at = [step.positions[row] for row in record.rows or range(len(step.positions))]
-    made, wrong, texts = known.exact.clone(), known.wrong, list[str]()
-    for i, (right, y) in enumerate(zip(known.exact, known.recorded, strict=True)):
-        if not bool(wrong[i].any()):
-            continue
-        nearest = int((others - y).flatten(1).square().sum(1).argmin())
-        left = nmse(others[nearest], y)
-        if not math.isfinite(left) or left > OF_ERROR * nmse(right, y):
-            return None
-        made[i] = others[nearest]
-        sequence, position = rows[nearest]
-        whose = f" of sequence {sequence}" * (sequence != step.sequence)
-        texts.append(f"the row of position {at[i]} is that of position {position}{whose}")
-    common, look = (_STALE, _LOOK_BEFORE) if alone else (_READ, _LOOK)
-    return Told(texts[0], nmse(made, known.recorded), common, look) if texts else None
+    for way in _ways(replay, record, scheme, known, together):
+        made, wrong, texts = known.exact.clone(), known.wrong, list[str]()
+        for i, (right, y) in enumerate(zip(known.exact, known.recorded, strict=True)):
+            if not bool(wrong[i].any()):
+                continue
+            rows = way.made(i)
+            nearest = int((rows - y).flatten(1).square().sum(1).argmin())
+            left = nmse(rows[nearest], y)
+            if not math.isfinite(left) or left > OF_ERROR * nmse(right, y):
+                break
+            made[i] = rows[nearest]
+            texts.append(way.words(at[i], way.rows[nearest], step.sequence))
+        else:
+            common, look = (way.common("earlier"), _LOOK_BEFORE) if alone else (way.common("other"), _LOOK)
+            return Told(texts[0], nmse(made, known.recorded), common, look) if texts else None
+    return None
 
 
-def _others(
-    replay: Replay, record: OpRecord, scheme: Scheme, together: Sequence[int]
-) -> tuple[list[Row], Tensor | None]:
-    """What all tokens of these steps come to in the record's op, and whose each row is."""
-    rows, values = list[Row](), list[Tensor]()
-    segment = replay.segment(record)
-    read = {name for part in segment for name in replay.graph[part].inputs if name not in segment}
-    for number in together:
-        step = replay.trace.steps[number]
-        is_held = all(name not in replay.graph or replay.held(number, name, False) is not None for name in read)
-        if is_held and (len(rows) + len(step.tokens)) * math.prod(record.shape[1:]) <= _MOST:
-            rows += [(step.sequence, position) for position in step.positions]
-            of_all = msgspec.structs.replace(record, step=number, rows=None)
-            values.append(replay.supposed(of_all, record.op, scheme).exact)
-    return rows, torch.cat(values) if values else None
+def _ways(replay: Replay, record: OpRecord, scheme: Scheme, known: Known, together: Sequence[int]) -> Iterator[_Way]:
+    """All that the op reads of tokens of these steps; or one input alone of several, or in the place of that another
+    value of the layer, of other steps than the record's.
+    """
+    segment, graph = replay.segment(record), replay.graph
+    read = dict.fromkeys(name for part in segment for name in graph[part].inputs if name not in segment)
+    steps = [n for n in together if all(name not in graph or _held(replay, n, name) is not None for name in read)]
+    n_tokens = sum(len(replay.trace.steps[step].tokens) for step in steps)
+    if not steps or n_tokens * math.prod(record.shape[1:]) > _MOST:
+        return
+    by_all = [replay.supposed(msgspec.structs.replace(record, step=n, rows=None), record.op, scheme) for n in steps]
+    made = torch.cat([one.exact for one in by_all])
+    if made.shape[1:] != known.recorded.shape[1:]:
+        return
+    rows = _rows(replay, steps)
+    yield _Way("", "", rows, lambda i: made)
+    op = graph[record.op]
+    inputs = [i for i, name in enumerate(op.inputs) if name in graph]
+    if len(segment) > 1 or len(inputs) < 2 or not graph.is_by_rows(op):
+        return
+
+    def with_its_own(values: Tensor, at: int, i: int) -> Tensor:
+        own = [x[i : i + 1].expand(len(values), *x.shape[1:]) for x in known.inputs]
+        own[at] = values.reshape(-1, *own[at].shape[1:])
+        return evaluate(op, own, replay.weights, known.arithmetic)
+
+    for at in inputs:
+        values, name = torch.cat([one.inputs[at] for one in by_all]), _name(op.inputs[at], op)
+        yield _Way(name, name, rows, partial(with_its_own, values, at))
+    before = [n for n in steps if n != record.step]
+    layer = layer_of(op.name)
+    others = [o.name for o in (graph.layer(layer) if layer is not None else ()) if o.axes == op.axes]
+    for at, other in product(inputs if before else (), others):
+        held = [_held(replay, n, other) for n in before]
+        if other not in op.inputs and all(one is not None for one in held):
+            values = torch.cat([one for one in held if one is not None])
+            yield _Way(
+                _name(op.inputs[at], op), _name(other, op), _rows(replay, before), partial(with_its_own, values, at)
+            )
+
+
+def _held(replay: Replay, step: int, name: str) -> Tensor | None:
+    return replay.held(step, name, False)
+
+
+def _rows(replay: Replay, steps: Sequence[int]) -> list[Row]:
+    """Whose the rows of these steps are."""
+    return [(step.sequence, at) for step in map(replay.trace.steps.__getitem__, steps) for at in step.positions]
+
+
+def _name(name: str, op: Op) -> str:
+    """A value by its own name in the op's layer; of another layer it is the stream."""
+    return local_name(name) if layer_of(name) == layer_of(op.name) else "the layer's input"

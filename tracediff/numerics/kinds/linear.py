@@ -38,7 +38,7 @@ def mul_mat(a: Tensor, b: Tensor) -> Tensor:
 
 def of_latent(x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
     """[T, k] x [H, n, k], or of transposed matrices [H, k, n], -> [T, H, n]: what each head makes of one latent."""
-    return torch.einsum("tk,hkn->thn" if transposed else "tk,hnk->thn", x, weight)
+    return torch.einsum("tk,hkn->thn" if transposed else "tk,hnk->thn", x.to(weight.dtype), weight)
 
 
 def product(call: Call, x: Tensor, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Energy]:

@@ -147,26 +147,32 @@ class Map:
 
 
 def _listed(noun: str, pairs: Sequence[tuple[int, int]]) -> str:
-    """Runs of places that are from others: channels 256 to 767 are 0 to 511, then 0 to 255."""
-    runs: list[list[int]] = []  # first and last place, and where the first is from
+    """Runs of places that are from others: channels 256 to 767 are 0 to 511, then 0 to 255; or from one."""
+    runs: list[list[tuple[int, int]]] = []
     for to, source in pairs:
-        if (
-            runs
-            and to == runs[-1][1] + 1
-            and source == (ZERO if runs[-1][2] == ZERO else runs[-1][2] + to - runs[-1][0])
-        ):
-            runs[-1][1] = to
+        if runs and to == runs[-1][-1][0] + 1 and _goes_on(runs[-1], source):
+            runs[-1].append((to, source))
         else:
-            runs.append([to, to, source])
-    said = []
-    for first, last, source in map(tuple, runs):
-        place = f"{noun} {first}" if first == last else f"{plural(noun)} {first} to {last}"
-        if source == ZERO:
-            said.append(f"{place} {'is' if first == last else 'are'} 0")
-        else:
-            origin = f"{noun} {source}" if first == last else f"{plural(noun)} {source} to {source + last - first}"
-            said.append(f"{place} {'has' if first == last else 'have'} the values of {origin}")
-    return ", ".join(said)
+            runs.append([(to, source)])
+    return ", ".join(_run(noun, run) for run in runs)
+
+
+def _goes_on(run: Sequence[tuple[int, int]], source: int) -> bool:
+    """Whether what comes next is from there: from one more than before, or from the same place, as all of them are."""
+    sources = [one for _, one in run]
+    step = 0 if sources[-1] == ZERO else sources[1] - sources[0] if len(run) > 1 else source - sources[0]
+    return step in (0, 1) and source == sources[-1] + step
+
+
+def _run(noun: str, run: Sequence[tuple[int, int]]) -> str:
+    """Places that come one after the other, and where they are from."""
+    (first, source), (last, end) = run[0], run[-1]
+    alone = first == last
+    place = f"{noun} {first}" if alone else f"{plural(noun)} {first} to {last}"
+    if source == ZERO:
+        return f"{place} {'is' if alone else 'are'} 0"
+    origin = f"{noun} {source}" if source == end else f"{plural(noun)} {source} to {end}"
+    return f"{place} {'has' if alone else 'have'} the values of {origin}"
 
 
 def named(source: np.ndarray) -> Sequence[Map]:
