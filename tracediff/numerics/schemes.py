@@ -34,7 +34,7 @@ from tracediff.numerics.roundings import (
 _FLOATS_APART = "floats as they are"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
-_FLOAT8 = ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtype
+_FLOAT8 = ("e4m3", "e5m2")  # whose scale is 1: of a cache, vLLM's kv_cache_dtype; of activations, Keras' float8
 _Q8_2 = "int8/32 to 127 by bf16"  # iqk_quantize.cpp, quantize_row_q8_1_x4_T
 _SHORTER = ("e5m2", "e4m3", "gf4")
 _IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in half precision
@@ -234,7 +234,8 @@ class Way:
 def _ways() -> Iterator[Way]:
     """Every way of every part, of each the most usual first."""
     whole = ("f64", *HALVES)
-    for name in ("f64", AS_IN_GGML, *HALVES, *TF32S, "q8_0", "stored q8_0", "q8_K", "older q8_K", *GROUPS, *_SCALED):
+    integers = ("q8_0", "stored q8_0", "q8_K", "older q8_K", *GROUPS, *_SCALED)
+    for name in ("f64", AS_IN_GGML, *HALVES, *TF32S, *integers, *_FLOAT8):
         yield Way("activations", _named("activations", name), partial(_multiplied, name))
     for name in ("f64", *HALVES, "away f16", "q8_0", *_INTEGER_CACHES, "fp8/row", *_FLOAT8):
         words = "KV cache alone" if name == "q8_0" else "KV cache"  # which in ggml Q is rounded to as well

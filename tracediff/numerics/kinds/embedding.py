@@ -7,6 +7,10 @@ from tracediff.numerics.floors import UNIT, Noise
 from tracediff.numerics.kinds.kind import Call, Kind, Made
 from tracediff.numerics.kinds.matmul import rounding_of
 
+# What is added to the largest value of a row before it is divided by, lest that be 0: a unit of float32, or Keras' 1e-7
+# (keras/src/quantizers/quantizers.py, abs_max_quantize).
+_ADDED = 2.0**-23
+
 
 def embedding(rows: Tensor) -> Tensor:
     """The table's rows of the step's tokens, [T, n_embd]: picking them is reading the weight."""
@@ -28,8 +32,10 @@ def _noise(made: Made) -> Noise:
     if not hold.in_blocks:
         return Noise(torch.zeros_like(made.y), hard)
     rows = made.weights.gather(made.op.weights[0], made.inputs[0].flatten().long())
-    turned = made.function(hold.flips(rows).abs(), **made.op.attrs)
-    return Noise(torch.zeros_like(made.y), hard + turned.reshape(made.y.shape).to(made.y.dtype))
+    size = rows.abs()
+    scaled = _ADDED * size / size.amax(-1, keepdim=True).clamp(min=_ADDED)
+    may_be = made.function(hold.flips(rows).abs() + scaled, **made.op.attrs)
+    return Noise(torch.zeros_like(made.y), hard + may_be.reshape(made.y.shape).to(made.y.dtype))
 
 
 KINDS = (Kind("embedding", embedding, ("tokens",), compute=_gathered, noise=_noise, scheme="embedding"),)
