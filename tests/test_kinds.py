@@ -411,3 +411,17 @@ def test_a_scan_that_computes_many_tokens_at_once_stays_within_the_floor(chunk: 
     exact, floor = made(op, file, [z.double() for z in inputs], EXACT)
     assert max(excess(ssd(*inputs, chunk=chunk).double(), exact, floor)) <= 1
     assert excess(exact * (1 + 1e-4), exact, floor)[1] > 1
+
+
+@pytest.mark.parametrize("kind", ["silu", "sigmoid", "swiglu"])
+def test_a_sigmoid_whose_exponential_overflows_in_float16_stays_within_the_floor(kind: str, tmp_path: Path) -> None:
+    """As candle has it, x / (1 + exp(-x)) with every step in float16: 0 below -11.09, and "channel 113 is 0"."""
+    x, up = torch.linspace(-12.0, 12.0, 8 * D).reshape(8, D).half(), torch.from_numpy(normal(8, D)).half()
+    inputs = [x, up][: 1 + (kind == "swiglu")]
+    op, file = opened(Case(kind, tuple(map(np.asarray, inputs))), tmp_path)
+    exact, floor = made(op, file, [one.double() for one in inputs], EXACT, "f16")
+    divisor = 1 + (-x).exp()
+    assert divisor.isinf().any()
+    engine = {"silu": x / divisor, "sigmoid": 1 / divisor, "swiglu": x / divisor * up}[kind].double()
+    assert excess(engine.reshape(exact.shape), exact, floor)[0] <= 1
+    assert excess(exact * (1 + 1e-2), exact, floor)[0] > 1

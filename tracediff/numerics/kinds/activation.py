@@ -15,6 +15,7 @@ from tracediff.numerics.running import running
 
 silu = torch.nn.functional.silu
 _LARGEST = 65504.0  # of float16
+_OVERFLOWS = math.log(_LARGEST)
 _TABLE_ENDS = 10.0  # beyond, ggml takes gelu(x) for 0 or x (ggml-cpu/vec.h, ggml_vec_gelu_f32)
 
 
@@ -84,7 +85,21 @@ def _swiglu_noise(made: Made) -> Noise:
     lost = gate.abs().mul_(up.abs()).mul_(TINY[held]).add_(made.stored)
     if made.half:
         lost.add_(torch.sigmoid(-gate).mul_(2).add_(1).mul_(made.size), alpha=made.kept)
-    return Noise(sigma, lost)
+    return Noise(sigma, lost.add_(_overflown(made, gate)))
+
+
+def _sigmoid_noise(made: Made) -> Noise:
+    """Of silu, too."""
+    own = analysed(made)
+    return replace(own, hard=own.hard + _overflown(made, made.inputs[0]))
+
+
+def _overflown(made: Made, x: Tensor) -> Tensor:
+    """What is lost of sigmoid(x), or of a product with it, where exp(-x) is infinite in half precision: candle's silu,
+    x / (1 + exp(-x)) with every step in float16, is 0 there.
+    """
+    is_lost = made.half and made.storage == "f16"
+    return made.y.abs() * (x < -_OVERFLOWS) if is_lost else torch.zeros((), dtype=made.y.dtype)
 
 
 # --- looked up in a table: ggml's CPU has GELU of every float16 -----------------------------------------------------
@@ -144,8 +159,8 @@ KINDS = (
     Kind("reglu", _gated(torch.relu), ("gate", "up")),
     *_tabled("gelu", gelu, _TABLE_ENDS),
     *_tabled("gelu_quick", gelu_quick),
-    exponential(Kind("silu", silu, ("x",))),
-    exponential(Kind("sigmoid", torch.sigmoid, ("x",))),
+    exponential(Kind("silu", silu, ("x",), noise=_sigmoid_noise)),
+    exponential(Kind("sigmoid", torch.sigmoid, ("x",), noise=_sigmoid_noise)),
     *(Kind(name, f, ("x",), keeps_part=name == "tanh") for name, f in _UNARY.items()),  # a score that is capped
 )
 ACTIVATIONS = frozenset(kind.name for kind in KINDS)  # of each value, or of a gate with a second one

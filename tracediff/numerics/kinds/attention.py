@@ -176,8 +176,10 @@ def _weighted_values(call: Call) -> Tensor:
 def _with_cache(call: Call, of_sizes: Callable[..., Tensor], token_axis: int) -> Tensor:
     """A matmul of activations, queries or probabilities, with keys or values from the cache."""
     inputs, arithmetic, energy = call.inputs, call.arithmetic, call.energy
-    operands = "f64" if arithmetic.undivided else arithmetic.operands  # at which scale nobody knows
+    operands = "f64" if arithmetic.undivided else arithmetic.operands
     x, cached = call.rounded(inputs[0], operands), call.rounded(inputs[1], arithmetic.stored)
+    if arithmetic.undivided:
+        x = _undivided(call, x, arithmetic.operands)
     n_cached = len(cached) - x.shape[token_axis] * arithmetic.fresh
     if arithmetic.fresh:
         cached = torch.cat((cached[:n_cached], inputs[1][n_cached:]))
@@ -211,6 +213,15 @@ def _with_cache(call: Call, of_sizes: Callable[..., Tensor], token_axis: int) ->
     if energy:
         energy.last_place = last_place
     return y
+
+
+def _undivided(call: Call, probs: Tensor, operands: str) -> Tensor:
+    """Exponentials of what scores are below the largest of all keys, rounded, and divided by the sum of the unrounded:
+    so FlashAttention multiplies them where all keys are one tile (PyTorch's on the CPU: 512). Of more tiles nobody
+    knows at which scale, and `_noise_of_values` allows for all.
+    """
+    largest = probs.amax(-1, keepdim=True)
+    return call.rounded(torch.where(largest > 0, probs / largest, 0.0), operands) * largest
 
 
 def _half_sums(weigh: Callable[[Tensor, Tensor], Tensor], probs: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
