@@ -125,6 +125,43 @@ def test_prompts_with_another_window_and_decoding_without_one_are_two_mistakes(
     }
 
 
+def test_new_keys_before_those_that_are_cached_are_told(models: Models, tmp_path: Path) -> None:
+    """torch.cat((k, cached)): in the first decoded step the keys are rotated by one, in no other."""
+    model = Model(models("qwen3"))
+    n = len(TOKENS)
+
+    def newest_first(q: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+        return KINDS["scores"].function(q, torch.cat((cached[n:].flip(0), cached[:n])))
+
+    wrong = [replace(op, function=newest_first) for op in model.graph if op.kind == "scores"]
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "t.trace", TOKENS, [7], [40], [9])
+    (finding,) = check_trace(path, model).findings
+    assert finding.text == (
+        f"attn_scores in all 3 layers, in steps 1 to 3: each key from {n} on is put before those that are there "
+        "already, not after them."
+    )
+
+
+def test_a_sum_over_whole_blocks_of_keys_is_told_in_all_steps(models: Models, tmp_path: Path) -> None:
+    """The exponentials of a softmax, of which a loop takes four at a time: in steps of 11, 13 and 14 keys other numbers
+    are left out, and in that of 12 none.
+    """
+    model = Model(models("qwen3"))
+
+    def softmax(scores: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, *, scale: float) -> torch.Tensor:
+        hidden = keys[None, :] > queries[:, None]
+        e = (scores * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+        return e / e[..., : len(keys) // 4 * 4].sum(-1, keepdim=True)
+
+    wrong = [replace(op, function=softmax) for op in model.graph if op.kind == "softmax"]
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "t.trace", TOKENS, [7], [40], [9])
+    (finding,) = check_trace(path, model).findings
+    assert finding.text == (
+        "attn_probs in all 3 layers, in steps 0, 2, 3: the sum takes whole blocks of 4 keys alone: those of a last one "
+        "that is not full are left out."
+    )
+
+
 @pytest.mark.parametrize(
     ("taps", "said"),
     [([1, 2, 3, 0], "the taps of the kernel are rotated: the last column meets tap 0 of 4"), ([3, 1, 2, 0], "")],

@@ -65,6 +65,20 @@ def test_every_tensor_of_a_type_is_one_finding() -> None:
     ]
 
 
+def test_matmuls_of_a_type_that_nothing_explains_are_one_finding() -> None:
+    """A table of the same type is right: another function reads it. One more finding for each name was hard to read."""
+    ops = [sound("token_embd", 0, "Q6_K"), *model()]
+    wrong = {"blk.0.attn_v", "blk.1.attn_v", "blk.2.attn_v", "output"}
+    ops = [faulty(op, shape="no value is right") if op.op in wrong else op for op in ops]
+    (finding,) = findings(ops, ())
+    assert finding.text == "all 4 matmuls of Q6_K weights: wrong, and no known mistake explains it (no value is right)."
+    assert finding.look == (
+        "what they share, and ops that are right do not: how blocks of Q6_K are read and multiplied"
+    )
+    one_is_right = [sound(op.op, 0, "Q6_K") if op.op == "blk.1.attn_v" else op for op in ops]
+    assert [text.partition(":")[0] for text in texts(one_is_right)] == ["attn_v in 2 of 3 layers (0, 2)", "output"]
+
+
 def test_a_place_is_true_of_each_op_that_it_names() -> None:
     """attn_q is wrong everywhere, attn_v in one layer alone."""
     wrong = {"blk.0.attn_q", "blk.1.attn_q", "blk.2.attn_q", "blk.1.attn_v"}

@@ -94,8 +94,8 @@ _PARTS = {  # of the model, by the kind of op that makes them
 
 def _held(one: Storage) -> str:
     """What a side holds in a shorter type, and how the other side does it."""
-    parts = dict.fromkeys(_PARTS.get(kind, "") for kind in one.kinds)
-    what = listed([part or "others" for part in parts])
+    parts = dict.fromkeys(_PARTS.get(kind, "other ops") for kind in one.kinds)
+    what = listed(sorted(parts, key=lambda part: part == "other ops"))
     ops = f"{listed([*one.ops])}: {count(one.records, 'record')}"
     verb = "is" if what in ("the residual stream", "the embedding", "what norms give") else "are"
     every = f"{'nearly ' * (one.records < one.of)}every value is"
@@ -128,12 +128,17 @@ def _changes(fits: _Fits) -> Iterator[str]:
         if len(local.segment) == 1 and op.kind in _MATMULS:
             places = sorts.setdefault((op.kind, local.weight_type, local.one_token), {})
             places.setdefault(local.arithmetic, []).append(op)
+    changes: dict[tuple[str, str], list[str]] = {}  # in which steps each is so
     for (kind, weight_type, one_token), places in sorts.items():
         if len(places) > 1:
             most_first = sorted(places.items(), key=lambda item: -len(item[1]))
             said = ", ".join(f"{name} in {_where(ops)}" for name, ops in most_first)
             what = f"{kind} ({weight_type})" if weight_type else kind
-            yield f"it changes: {what}, in steps of {'one token' if one_token else 'several tokens'}: {said}"
+            changes.setdefault((what, said), []).append(
+                f", in steps of {'one token' if one_token else 'several tokens'}"
+            )
+    for (what, said), steps in changes.items():
+        yield f"it changes: {what}{steps[0] if len(steps) == 1 else ''}: {said}"
 
 
 def _where(ops: list[OpResult]) -> str:

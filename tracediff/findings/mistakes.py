@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tracediff.english import listed
-from tracediff.findings.places import WHOLE, cut, of_layers, of_names, of_ops, of_weights, runs
+from tracediff.findings.places import MATMULS, WHOLE, cut, matmuls_of, of_layers, of_names, of_ops, of_weights, runs
 from tracediff.findings.words import by_name
 from tracediff.names import layer_of, local_name
 from tracediff.result import Finding, OpResult, WeightResult
@@ -18,6 +18,7 @@ _SHARED = {
     "matmuls": "what they share: their kernel, and how it reads what their weights are held in",
     "norms": "what they share: their kernel, its sum and its inverse root",
 }
+_OF_TYPE = "what they share, and ops that are right do not: how blocks of {} are read and multiplied"
 _FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?![\w.]*\w)")
 _FITTED = re.compile(r"[.e]")  # in a figure that is no count
 _FIRST = re.compile(r"^[\w.]+\.(weight|bias) ")  # an op's own; that of a tied head is the embedding's
@@ -87,17 +88,21 @@ def _forms(op: OpResult, mistake: str, text: str) -> Iterator[tuple[str, tuple[s
 
 
 def _of_kinds(groups: list[_Group], ops: Sequence[OpResult]) -> list[_Group]:
-    """Where nothing explains any op of a kind they are one: what is wrong is what they share."""
-    for kinds, what in WHOLE:
-        alike = [group for group in groups if group.mistake is None and all(op.kind in kinds for op in group.ops)]
-        wrong = {op.op for group in alike for op in group.ops}
-        if len(alike) > 1 and wrong == {op.op for op in ops if op.kind in kinds}:
+    """Where nothing explains any op of a kind, or any that reads weights of a type, they are one: what is wrong is what
+    they share.
+    """
+    sorts = [({op.op for op in ops if op.kind in kinds}, _SHARED[what]) for kinds, what in WHOLE]
+    types = dict.fromkeys(op.local.weight_type for op in ops if op.kind in MATMULS and op.local)
+    sorts += [({op.op for op in matmuls_of(type_, ops)}, _OF_TYPE.format(type_)) for type_ in types if type_]
+    for names, look in sorts:
+        alike = [group for group in groups if group.mistake is None and all(op.op in names for op in group.ops)]
+        if len(alike) > 1 and {op.op for group in alike for op in group.ops} == names:
             first, *others = alike
             for other in others:
                 first.ops += other.ops
                 first.texts += other.texts
                 groups = [group for group in groups if group is not other]
-            first.look = _SHARED[what]
+            first.look = look
     return groups
 
 

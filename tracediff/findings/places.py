@@ -1,14 +1,15 @@
 """Where a mistake is, in words that are true of every op they name, and leave none out."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tracediff.english import few, listed
 from tracediff.english import runs as runs_of
 from tracediff.names import NORMS, layer_of, local_name, plain_step
 from tracediff.result import OpResult
 
+MATMULS = {"linear", "linear_id"}
 # What all ops of a kind are called together.
-WHOLE = (({*NORMS}, "norms"), ({"linear", "linear_id"}, "matmuls"))
+WHOLE = (({*NORMS}, "norms"), (MATMULS, "matmuls"))
 _LISTED = 6  # runs of layers that are told, and places of other steps
 
 
@@ -26,7 +27,16 @@ def of_ops(ops: Sequence[OpResult], among: Iterable[OpResult]) -> str:
         every = [op for op in among if op.local and op.local.weight_type == one]
         if one and not others and names == {op.op for op in every}:
             return f"every {one} tensor ({len(names)})"
+        if one and not others and names == {op.op for op in matmuls_of(one, among)}:
+            return f"all {len(names)} matmuls of {one} weights"
     return of_names([*dict.fromkeys(op.op for op in ops)], (op.op for op in among))
+
+
+def matmuls_of(type_: str, ops: Iterable[OpResult]) -> Iterator[OpResult]:
+    """Those that were judged by themselves, whose weights have this type."""
+    for op in ops:
+        if op.kind in MATMULS and op.local and len(op.local.segment) <= 1 and op.local.weight_type == type_:
+            yield op
 
 
 def of_weights(types: Mapping[str, str | None], among: Mapping[str, str | None], recorded: bool = False) -> str:

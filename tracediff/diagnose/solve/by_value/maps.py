@@ -78,6 +78,8 @@ class Map:
                 return np.where(at < first, at, np.minimum(at + 1, n - 1))
             case "doubled", ():  # in steps that add one each
                 return np.where(at == n - 2, n - 1, at)
+            case "prepended", (first,):
+                return np.concatenate((at[first:][::-1], at[:first]))
             case "within", (size,):  # reversed within groups
                 return at // size * size + np.minimum(size, n - at // size * size) - 1 - at % size
         listed = dict(zip(self.numbers[::2], self.numbers[1::2], strict=True))
@@ -131,6 +133,8 @@ class Map:
                 return f"{noun} {first} is 0, each after it has the values of the one before: stored a slot late"
             case "overwritten", (first,):
                 return f"from {noun} {first} on each has the values of the next, but the last: that overwrites it"
+            case "prepended", (first,):
+                return f"each {noun} from {first} on is put before those that are there already, not after them"
             case "doubled", ():
                 return f"the last {noun} but one has the values of the last"
             case "within", (size,):
@@ -204,9 +208,12 @@ def named(source: np.ndarray) -> Sequence[Map]:
     if len(wrong) > 2:
         first, step = int(wrong[0]), int(wrong[1] - wrong[0])
         candidates += [Map("every", (first, step, int(source[first]) - first))] if step > 1 else []
+    prepended = Map("prepended", (n - int(np.argmax(source == 0)),))
+    candidates += [prepended]
     for one in candidates:
         if (one.of(n) == source).all():  # what overwrites one place may do so in every step, or once for all
-            return [Map("doubled"), one] if one == Map("overwritten", (n - 2,)) else [one]
+            also = {Map("overwritten", (n - 2,)): Map("doubled"), Map("rotated", (-1,)): prepended}.get(one)
+            return [also, one] if also else [one]
     runs = 1 + sum(source[b] - source[a] != b - a for a, b in pairwise(wrong))
     listed = Map("listed", tuple(int(x) for i in wrong for x in (i, source[i])))
     last = [Map("last", (n - 1 - int(source[-1]),))] if wrong[0] == n - 1 and source[-1] != ZERO else []
@@ -233,6 +240,7 @@ def of_slots(n: int) -> Iterator[Map]:
     """Maps of the slots of a cache of which the last few were written elsewhere, or never but by the first of them."""
     yield from (Map(kind, (k,)) for k in range(max(1, n - _SLOTS), n) for kind in _OF_SLOTS)
     yield from (Map("capped", (k,)) for k in range(max(0, n - _SLOTS), n - 1))
+    yield from (Map("prepended", (k,)) for k in range(max(1, n - _SLOTS), n))
     yield from [Map("doubled")] if n > 2 else []
 
 

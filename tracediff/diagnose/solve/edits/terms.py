@@ -6,7 +6,7 @@ The sums up to each term tell which, and those of the terms of each remainder.
 import ast
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,8 @@ from tracediff.english import nth, plural
 
 _MOST = 3  # counts that give the values that are looked at
 _FINE = 9  # places looked at in each step to the best
+_BLOCKS = (128, 64, 32, 16, 8, 4, 2)  # terms that a vector unit, or a loop that is unrolled, takes at a time
+_LOOK = "what is done with the terms that are left after whole vectors, or turns of a loop that is unrolled"
 _TERMS = "term"  # the loop variable of a sum of which all parts are kept
 
 
@@ -49,11 +51,21 @@ class Reduction:
         what is taken.
         """
         left_out, given = ast.BinOp(self.end, ast.Sub(), ast.Constant(n - count)), ast.Constant(count)
-        target = self.generator.generators[0].target
         for bound in (left_out, given) if how == "upto" else (given,):
-            counted = ast.Call(ast.Name("range"), [bound] if how == "upto" else [bound, self.end], [])
-            inner = ast.GeneratorExp(self.generator.elt, [ast.comprehension(target, counted, [], 0)])
-            yield self._replaced(ast.Call(ast.Name("sum"), [inner], []))
+            yield self._over([bound] if how == "upto" else [bound, self.end])
+
+    def in_blocks(self, count: int, n: int) -> Iterator[tuple[int, str]]:
+        """The loops with the sum over whole blocks alone, of so many terms each, where these are `count` of `n`."""
+        for size in (size for size in _BLOCKS if n // size * size == count):
+            k = ast.Constant(size)
+            yield size, self._over([ast.BinOp(ast.BinOp(self.end, ast.FloorDiv(), k), ast.Mult(), k)])
+
+    def _over(self, bounds: Sequence[ast.expr]) -> str:
+        """The loops with the sum over the terms of a range."""
+        counted = ast.Call(ast.Name("range"), [*bounds], [])
+        target = self.generator.generators[0].target
+        inner = ast.GeneratorExp(self.generator.elt, [ast.comprehension(target, counted, [], 0)])
+        return self._replaced(ast.Call(ast.Name("sum"), [inner], []))
 
     def with_stride(self, stride: Stride, how: str) -> str:
         """The loops with the sum without these terms, or of these alone."""
@@ -112,15 +124,23 @@ def variants(problem: Problem, look: Look) -> Iterator[Priced]:
         for how in ("upto", "onwards"):
             counts, n = _fitting(problem, look, sum_.of_all_parts(how))
             for count in [count for count in counts if count][:_MOST]:
-                bits = 6.0 + math.log2(n)
-                for source in sum_.with_terms(count, n, how):
-                    yield Priced(Edit("", source), bits)
+                yield from _ended(problem, sum_, count, n, how)
         n = sum_.n_terms(problem.loops.numbers)
         known = strides(n)
         for how in ("without", "alone") if known else ():
             fits, _ = _fitting(problem, look, sum_.of_all_parts(how))
             for stride in [known[i] for i in fits][:_MOST]:
                 yield _strided(problem, sum_, stride, how)
+
+
+def _ended(problem: Problem, sum_: Reduction, count: int, n: int, how: str) -> Iterator[Priced]:
+    """The sum over so many terms, whatever they may be of other sums."""
+    bits, nouns = 6.0 + math.log2(n), plural(COUNTED.get(problem.op.kind, EACH)[sum_.name])
+    for source in sum_.with_terms(count, n, how):
+        yield Priced(Edit("", source), bits)
+    for size, source in sum_.in_blocks(count, n) if how == "upto" else ():
+        words = f"{sum_.whole} takes whole blocks of {size} {nouns} alone"
+        yield Priced(Edit(f"{words}: those of a last one that is not full are left out", source), bits, _LOOK)
 
 
 def every(problem: Problem) -> Iterator[Priced]:
@@ -146,8 +166,7 @@ def counted(problem: Problem, left: Callable[[Edit], float]) -> Iterator[Priced]
                 return left(Edit("", next(sum_.with_terms(count, n, how))))
 
             count = _least(of, 1, n - 1)
-            for source in sum_.with_terms(count, n, how):
-                yield Priced(Edit("", source), 6.0 + math.log2(n))
+            yield from _ended(problem, sum_, count, n, how)
 
 
 def _least(of: Callable[[int], float], first: int, last: int) -> int:
