@@ -55,6 +55,7 @@ PLANTED = {
     "qwen3moe": ("router_sigmoid", "weights_not_normalised", "expert_order", "expert_off_by_one", "top_k_off_by_one",
                  "top_k_smallest", "expert_not_looked_up", "experts_left_out", "too_few_experts", "experts_sorted",
                  "rope_before_norm", "wrong_layer", "expert_weights", "weight_transposed@blk.1.ffn_gate_exps",
+                 "heads_viewed@blk.1.attn_q_norm",
                  "heads_viewed@blk.1.attn_q_rope", "heads_viewed@blk.1.attn_kqv", "heads_viewed@blk.1.attn_scores",
                  "values_rotated", "softmax_axis", "norm_twice@blk.1.attn_q_norm", "norm_axis@blk.1.ffn_norm",
                  "norm_in_half@blk.1.ffn_norm", "norm_of_magnitudes@blk.1.ffn_norm", "keys_skipped",
@@ -246,6 +247,27 @@ def test_an_axis_or_a_split_is_another(
     path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", TOKENS, (7,))
     (finding,) = check_trace(path, model).findings
     assert finding.text == text
+
+
+def test_a_part_that_begins_a_head_early_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    """K in one product for Q, K and V, as a size of another number of heads has it."""
+    model = Model(tiny("gptneox"))
+    op = model.graph["blk.1.attn_k_rope"]
+    (at,) = (i for i, view in enumerate(op.seen) if view)
+    view = op.seen[at]
+    assert view is not None
+    heads, width = view.shape[1:]
+    assert isinstance(view.offset, int)
+    assert isinstance(width, int)
+    assert isinstance(heads, int)
+    first, n = view.offset, heads * width
+    wrong = op.seeing({at: replace(view, offset=first - width)})
+    trace = trace_graph(model.graph.changed(wrong), model.file, tmp_path / "t.trace", TOKENS, [7])
+    (finding,) = check_trace(trace, model).findings
+    assert finding.text == (
+        f"attn_k_rope in layer 1: channels {first - width} to {first - width + n - 1} of {split(op.inputs[at])[1]} are "
+        f"read where {first} to {first + n - 1} belong."
+    )
 
 
 def test_a_mistake_of_prompts_alone_is_named_where_they_hand_on_a_state(tiny: Tiny, tmp_path: Path) -> None:

@@ -46,6 +46,9 @@ def _heads_first(op: Op, context: Context) -> Variants:
         yield Variant(replace(op, rework=_HeadsFirst(heads, backwards)), words)
 
 
+_OF_ITS_TOKEN = ("rope", "rms_norm", "layer_norm", "l2_norm")  # kinds that may read heads of their token alone
+
+
 @dataclass(frozen=True, slots=True)
 class _ChannelsFirst(Rearranged):
     """Values [tokens, heads, channels] of so many heads read as [tokens, channels, heads]."""
@@ -75,15 +78,16 @@ class _CacheViewed(Reread):
 @AREA.mistake(
     "heads_viewed", "a value that lies as [tokens, heads, channels] is read in another layout",
     "a view or reshape that makes heads of it: the tokens' axis must stay first until it is transposed",
-    Where(("rope", "scores", "weighted_values")),
+    Where((*_OF_ITS_TOKEN, "scores", "weighted_values")),
 )  # fmt: skip
 def _heads_viewed(op: Op, context: Context) -> Variants:
-    position = 0 if op.kind == "rope" else 1
+    cached = op.kind not in _OF_ITS_TOKEN
+    position = int(cached)
     name = op.inputs[position]
     source, view = context.graph.ops.get(name), op.seen[position]
-    if source is None or any(seen for i, seen in enumerate(op.seen) if i != position or op.kind != "rope"):
+    if source is None or any(seen for i, seen in enumerate(op.seen) if i != position or cached):
         return
-    axes = view.shape if view else source.axes  # rope may see rows of all heads, or a part of one product's
+    axes = view.shape if view else source.axes  # it may see rows of all heads, or a part of one product's
     if len(axes) != 3 or axes[0] != "T":
         return
     heads, lies, what = axes[1], "[tokens, heads, channels]", local_name(name)
@@ -98,7 +102,7 @@ def _heads_viewed(op: Op, context: Context) -> Variants:
         words = f"{what} lies as {lies} and is read as {layout}: a view as heads, without its transpose"
         yield Variant(replace(op, inputs=inputs, views=()), words, before=(before,))
     n_head = op.axes[0] if op.kind == "scores" else context.graph.axes_read(op, 0)[0]
-    for n in dict.fromkeys((heads, n_head)) if op.kind != "rope" else ():
+    for n in dict.fromkeys((heads, n_head)) if cached else ():
         if isinstance(n, int) and n % heads == 0:
             each = ", each head as often as queries read it," if n > heads else ""
             words = (

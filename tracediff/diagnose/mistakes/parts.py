@@ -31,17 +31,18 @@ def _exchanged(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
-    "parts_off_by_one", "a part of a fused value begins a channel early or late",
+    "parts_off_by_one", "a part of a fused value begins a channel, or a head, early or late",
     "the sizes of the parts into which a fused projection is split", Where(),
 )  # fmt: skip
 def _off_by_one(op: Op, context: Context) -> Variants:
     graph = context.graph
-    for by in (-1, 1):
+    heads = {own.strides[1] for _, _, own in _parts(op) if len(own.shape) == 3 and own.shape[0] == "T"}
+    for by in (*(-1, 1), *(sign * width for width in heads if isinstance(width, int) for sign in (-1, 1))):
         shifted: dict[str, list[tuple[int, View, View]]] = {}  # an op may read several, of one value
         for position, name, own in _parts(op):
             row = math.prod(n for n in graph[name].axes if isinstance(n, int)) if name in graph else 0
             assert isinstance(own.offset, int)
-            if own.offset and _size(own) and own.offset + by + _reach(own) < row:
+            if own.offset and _size(own) and own.offset + by >= 0 and own.offset + by + _reach(own) < row:
                 shifted.setdefault(name, []).append((position, own, replace(own, offset=own.offset + by)))
         for name, parts in shifted.items():
             for some in ([parts] if len(parts) > 1 else []) + [[part] for part in parts]:
