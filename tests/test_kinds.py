@@ -19,7 +19,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op, Weight
 from tracediff.model.weights import Weights
 from tracediff.names import NAMES, axes_of
-from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.arithmetic import Arithmetic, Scheme
 from tracediff.numerics.evaluate import arithmetic_of, evaluate, noise
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
@@ -28,6 +28,7 @@ from tracediff.numerics.kinds.kind import Energy
 from tracediff.numerics.kinds.layout import hadamard, set_rows
 from tracediff.numerics.kinds.positional import decays, relative_buckets, scale_by_tokens
 from tracediff.numerics.kinds.reduction import argsort, top_k
+from tracediff.numerics.nmse import nmse
 from tracediff.numerics.schemes import scheme_named
 
 T, H, D, N = 7, 3, 16, 40  # tokens, heads, channels of a head, channels
@@ -425,3 +426,20 @@ def test_a_sigmoid_whose_exponential_overflows_in_float16_stays_within_the_floor
     engine = {"silu": x / divisor, "sigmoid": 1 / divisor, "swiglu": x / divisor * up}[kind].double()
     assert excess(engine.reshape(exact.shape), exact, floor)[0] <= 1
     assert excess(exact * (1 + 1e-2), exact, floor)[0] > 1
+
+
+def test_exponentials_are_rounded_before_they_are_divided_as_torch_has_them(tmp_path: Path) -> None:
+    """Its fused attention on the CPU, of which reports said "KV cache in float16" where all is bfloat16."""
+    q, k, v = (torch.from_numpy(normal(3, 40, 16, seed=seed)).bfloat16() for seed in range(3))
+    recorded = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], scale=0.5, is_causal=True)[0]
+    scores = 0.5 * q.double() @ k.double().mT
+    probs = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -math.inf).softmax(-1)
+    values = v.double().transpose(0, 1)
+    op, file = opened(Case("weighted_values", (probs.numpy(), values.numpy())), tmp_path)
+    weights, made = Weights(file), recorded.double().transpose(0, 1).flatten()
+    undivided, divided, exact = (Arithmetic("bf16", parts=0), Arithmetic("bf16"), Arithmetic())
+
+    def left(arithmetic: Arithmetic) -> float:
+        return nmse(made, evaluate(op, [probs, values], weights, arithmetic).flatten().bfloat16().double())
+
+    assert left(undivided) < 0.2 * min(left(divided), left(exact))

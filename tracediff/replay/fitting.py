@@ -454,7 +454,7 @@ class Fitting:
         return self._seen(record, scheme).local
 
     def _seen(self, record: OpRecord, scheme: Scheme) -> Look:
-        """The same with its noise: of a segment as far as float32 tells it, which is a third of the time."""
+        """The same with its noise: of a segment, whose every look is a pass, as float32 tells it where that can."""
         rough = self._planner.is_segment(record) and self.left(record, scheme) > ROUGH
         return self.closely(record, scheme, self._glances_at(record), rough)
 

@@ -98,9 +98,13 @@ def _ways(replay: Replay, record: OpRecord, scheme: Scheme, known: Known, togeth
     """
     segment, graph = replay.segment(record), replay.graph
     read = dict.fromkeys(name for part in segment for name in graph[part].inputs if name not in segment)
-    steps = [n for n in together if all(name not in graph or _held(replay, n, name) is not None for name in read)]
-    n_tokens = sum(len(replay.trace.steps[step].tokens) for step in steps)
-    if not steps or n_tokens * math.prod(record.shape[1:]) > _MOST:
+    steps, room = list[int](), _MOST // math.prod(record.shape[1:])
+    for n in reversed(together):  # of very many those before it
+        n_tokens = len(replay.trace.steps[n].tokens)
+        if n_tokens <= room and all(name not in graph or _held(replay, n, name) is not None for name in read):
+            steps.insert(0, n)
+            room -= n_tokens
+    if not steps:
         return
     by_all = [replay.supposed(msgspec.structs.replace(record, step=n, rows=None), record.op, scheme) for n in steps]
     made = torch.cat([one.exact for one in by_all])
