@@ -153,6 +153,31 @@ def test_matrices_in_integers_with_scales_in_bfloat16_match(
     assert said(result) == {phrase("weights", f"{name} then bf16")}
 
 
+def test_integers_by_inverse_scales_in_bfloat16_match(models: Models, tmp_path: Path) -> None:
+    """Keras' int8 in bfloat16 (quantizers.py, `abs_max_quantize`; dense.py, `_int8_call`): of a token and of a row of
+    weights 127 / (amax + 1e-7) is kept, and a token's values are rounded before they become integers. All matmuls were
+    wrong.
+    """
+    model = Model(models(SHAPE, "F32"))
+
+    def by_inverse(x: Tensor) -> tuple[Tensor, Tensor]:
+        inverse = torch.full((), 127.0, dtype=x.dtype) / (x.abs().amax(-1, keepdim=True) + 1e-7)
+        return (x * inverse).round().clamp(-127, 127).float(), inverse.bfloat16()
+
+    def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        q, inverse = by_inverse(x.bfloat16())
+        weights, of_rows = by_inverse(weight.bfloat16().float())
+        y = (q @ weights.T).bfloat16() / (inverse * of_rows.T)
+        return y if bias is None else y + bias.bfloat16()
+
+    graph = model.graph.changed(*(replace(op, function=matmul) for op in model.graph if op.kind == "linear"))
+    trace = trace_graph(graph, model.file, tmp_path / "t.trace", PROMPT, PROMPT[:2], PROMPT[2:3], dtype=torch.bfloat16)
+    result = check_trace(trace, model)
+    products = "int8 rows with bfloat16 inverse scales and products with them"
+    words = f"activations in {products}, weights in int8 rows with bfloat16 inverse scales"
+    assert (result.verdict, said(result)) == ("match", {words})
+
+
 @pytest.mark.slow
 def test_hidden_states_have_what_the_head_tells(models: Models, tmp_path: Path) -> None:
     model = Model(models(SHAPE, "Q8_0"))

@@ -152,6 +152,31 @@ class HeldNarrow(Held):
 
 
 @dataclass(frozen=True, slots=True)
+class KeptInverse(Signed):
+    """Symmetric, by the inverse of the scale, 127 / (amax + 1e-7), which is kept in the type that the values had
+    (keras/src/quantizers/quantizers.py, `abs_max_quantize`). Where all is `typed`, products with it have that type.
+    """
+
+    turns: ClassVar[bool] = False
+    typed: ClassVar[bool] = False
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of as many on both sides of 0."""
+        blocks, last = self.of(x), 2.0 ** (self.bits - 1) - 1
+        blocks = blocks.to(self.before) if self.typed else blocks
+        inverse = over(last, self.largest(blocks) + 1e-7)
+        quotients, kept = (blocks * inverse).float().clamp_(-last, last), inverse.to(self.before).float()
+        return quotients, over(1.0, kept), torch.zeros_like(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldInverse(KeptInverse):
+    """The same of what is computed in that type."""
+
+    typed: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
 class HeldFP8(FP8):
     """The same of scaled E4M3."""
 

@@ -47,6 +47,7 @@ _SCALED = (
     "fp8/row", "fp8/128", "fp8/tensor", "int8/tensor", "uint8/tensor", "uint7/tensor", "uint8/32",
     *(f"{held}wide int8/row" for held in _BEFORE), "wide int8/tensor", "divided int8/row", "mxfp8/32",
     "bf16 held fp8/row then bf16", *(f"{held} held divided int8/row then {held}" for held in HALVES),
+    *(f"{held} held inverse int8/row" for held in HALVES),
 )  # fmt: skip
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
@@ -68,6 +69,7 @@ _OWN = (
     *(f"{held}mxfp{bits}/32" for bits in (4, 8) for held in _BEFORE),
     *(f"{held} held wide int4/{size} then {held}" for held in HALVES for size in (32, 64, 128)),
     *(f"{held} held divided int{of} then {held}" for held in HALVES for of in ("8/row", "8/128", "4/128")), _BY_BFLOAT,
+    *(f"{held} inverse int8/row" for held in HALVES),
 )  # fmt: skip
 
 

@@ -49,9 +49,12 @@ def noise_of_sums(made: Made, length: int) -> Noise:
     if energy.turned is not None:  # what is stored is rounded with it
         variance = variance.add_(energy.turned, alpha=(1 + made.kept) ** 2)
     sigma = variance.sqrt_()
-    if made.half:  # what a bias is added to is rounded before, and of integers once more, when it is scaled (torchao)
+    # What a bias is added to is rounded before, and of integers once more, when it is scaled (torchao); the product of
+    # two scales as well (Keras).
+    if made.half:
         product = made.y if energy.product is None else energy.product
-        n_roundings = (energy.product is not None) + rounding_named(made.arithmetic.stored).in_blocks
+        scaled = [rounding_named(of).in_blocks for of in (made.arithmetic.stored, made.arithmetic.operands)]
+        n_roundings = (energy.product is not None) + (sum(scaled) if scaled[0] else 0)
         stored = stored + n_roundings * made.kept * product.abs() if n_roundings else stored
     noise = Noise(sigma, stored)
     if made.arithmetic.before_bias != "f64" and energy.product is not None:
