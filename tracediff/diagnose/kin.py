@@ -28,7 +28,11 @@ from tracediff.trace.format import OpRecord
 # Of the squared error in other rows what is wrong leaves no more, where one row is soon suited: by a number, which it
 # tells to a few digits, or in a choice of a few.
 _TOLD = 1e-3
-_AS_NOISE = 0.5  # of the squared bound: what is spread evenly up to it has a third
+_AS_NOISE, _SPREAD = 0.5, 1 / 3  # of the squared bound: what is spread evenly up to it has a third
+# Nats of what single values are off by, that an explanation must take away: there are some hundred known mistakes, and
+# some thousand edits. (One value of a matmul in bfloat16 was off by 1.005 times its bound, and right if "the sum leaves
+# out every 15th input channel, from 5 on".)
+_BY_KNOWN, _BY_EDIT = math.log(100.0), math.log(3000.0)
 _NORMS = ("rms_norm", "layer_norm", "l2_norm", "group_norm")
 _OTHERS = 2  # steps besides that are mistaken: so many are asked of what one row tells little of
 _ENOUGH = 8  # tokens, and positions: with more a record tells no mistake from another that fewer do not
@@ -260,8 +264,11 @@ class Kin:
             return True
         right, under = (self.replay.known(one.record, given=ops) for ops in ((), tried.ops))
         before, after = ((known.recorded - known.exact)[right.wrong].square() for known in (right, under))
-        enough = torch.maximum(_AS_NOISE * right.bound[right.wrong].square(), _TOLD * before)
-        return not after.sum() > enough.sum()
+        noise = _AS_NOISE * right.bound[right.wrong].square()
+        if after.sum() > torch.maximum(noise, _TOLD * before).sum():
+            return False
+        told = (before / torch.maximum(after, _SPREAD * right.bound[right.wrong].square())).log().nan_to_num_(math.inf)
+        return float(told.sum()) / 2 >= (_BY_EDIT if SOLVED in tried.mistakes else _BY_KNOWN)
 
     def _is_without_table(self, tried: Hypothesis, one: Faulty) -> bool:
         """Whether the record is as well explained where nothing is changed but that an activation is computed, not
