@@ -247,10 +247,10 @@ def rounding_named(name: str) -> Rounding:
     if not found or int(found[3]) not in bits:
         raise EngineError(
             f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values, RxN of R "
-            "rows, row, token or tensor; `truncated `, `full `, `wide `, `divided `, `away `, `narrow ` or `flipped ` "
-            "before intB, `even ` before uintB), intB/N to L (the largest becomes L; then ` in ` or ` by ` f16, bf16 "
-            "or 2^n: scales kept so, quotients by what they were or by them), int8 by S (a scale S), fp8/N, mxfpB/N, "
-            "affineB/N, nf4/N (`f16 ` or `bf16 ` before it: of values that were held in these)."
+            "rows, row, token or tensor; `truncated `, `full `, `wide `, `divided `, `away `, `inverse `, `narrow ` or "
+            "`flipped ` before intB, `even ` before uintB), intB/N to L (the largest becomes L; then ` in ` or ` by ` "
+            "f16, bf16 or 2^n: scales kept so, quotients by what they were or by them), int8 by S (a scale S), fp8/N, "
+            "mxfpB/N, affineB/N, nf4/N (`f16 ` or `bf16 ` before it: of values that were held in these)."
         )
     held, size = _KNOWN[found[1] or "f32"], _SIZES.get(found[4]) or int(found[6] or 0)
     n_rows = _ALL_HEADS if found[4] == "token" else int(found[5] or 1)

@@ -395,8 +395,9 @@ _GRAMMAR = (
     f"or looked up in float16, and {_FLOATS_APART}: beside matrices of floats activations are not rounded. A ROUNDING "
     "is float16, bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0, q8_K or older q8_K blocks; of activations, "
     "weights, matrices and caches also, with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, "
-    "int4/N, full int4/N, wide int8/N, divided int8/N, away int4/N, uint4/N, even uint4/N, mxfp4/N, affine4/N, nf4/N, "
-    "int8/N to L (the largest becomes L), with ` in bf16`, ` by bf16` or ` by 2^n` after it, or int8 by S (a scale). "
+    "int4/N, full int4/N, wide int8/N, divided int8/N, inverse int8/N, away int4/N, uint4/N, even uint4/N, mxfp4/N, "
+    "affine4/N, nf4/N, int8/N to L (the largest becomes L), with ` in bf16`, ` by bf16` or ` by 2^n` after it, or int8 "
+    "by S (a scale). "
     f"At the end may stand `{ON_TENSOR_CORES.strip()}`."
 )
 
