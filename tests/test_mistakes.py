@@ -40,7 +40,7 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import softmax
 from tracediff.numerics.kinds.kind import Energy
 from tracediff.numerics.kinds.recurrent import ssm_scan
-from tracediff.numerics.kinds.rope import Rope
+from tracediff.numerics.kinds.rope import Rope, rope_angles
 from tracediff.numerics.views import seen
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.replay.replay import Replay
@@ -215,6 +215,32 @@ def rotate_half_of_neighbours(x: torch.Tensor, positions: torch.Tensor, *, rope:
     return x * at.cos() + torch.cat((-second, first), -1) * at.sin()
 
 
+def by_halves(x: Tensor) -> Tensor:
+    """Heads whose pairs are neighbours with their first channels before the second, as the model had them."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), -1)
+
+
+def in_halves(turned: Callable[[Tensor, Tensor], Tensor], lying: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Rope by an engine whose heads lie so, as Keras' `RotaryEmbedding` does it: of heads and angles [T, 1, pairs]."""
+
+    def function(x: Tensor, positions: Tensor, *factors: Tensor, rope: Rope, **_: Any) -> Tensor:
+        angles = rope_angles(positions, *(factors or (None,)), rope)[:, None]
+        places = lying(torch.arange(x.shape[-1])).argsort()
+        return turned(lying(x), angles)[..., places]
+
+    return function
+
+
+def rot_of_halves_stacked(x: Tensor, angles: Tensor) -> Tensor:
+    at, (first, second) = torch.cat((angles, angles), -1), x.chunk(2, -1)
+    return x * at.cos() + torch.stack((-second, first), -1).flatten(-2) * at.sin()
+
+
+def angles_one_after_the_other(x: Tensor, angles: Tensor) -> Tensor:
+    at, (first, second) = torch.stack((angles, angles), -1).flatten(-2), x.chunk(2, -1)
+    return x * at.cos() + torch.cat((-second, first), -1) * at.sin()
+
+
 @pytest.mark.parametrize(
     ("arch", "ops", "function", "text"),
     [
@@ -225,6 +251,15 @@ def rotate_half_of_neighbours(x: torch.Tensor, positions: torch.Tensor, *, rope:
         ("qwen3moe", "attn_q_rope", rotate_half_of_neighbours,
          "attn_q_rope in both layers: sin multiplies channels that are taken apart as neighbours and put together as "
          "halves."),
+        ("qwen3moe", "attn_q_rope", in_halves(rot_of_halves_stacked, lambda x: x),
+         "attn_q_rope in both layers: sin multiplies channels that are taken apart as halves and put together as "
+         "neighbours."),
+        ("llama", "attn_q_rope", in_halves(rot_of_halves_stacked, by_halves),
+         "attn_q_rope in both layers: sin multiplies channels that are taken apart as halves and put together as "
+         "neighbours, in heads whose halves are pairs."),
+        ("llama", "attn_k_rope", in_halves(angles_one_after_the_other, by_halves),
+         "attn_k_rope in both layers: channel i turns by the angle of pair i // 2, where that of pair i % (n / 2) "
+         "belongs, in heads whose halves are pairs."),
         ("gpt-oss", "ffn_moe_swiglu_oai", lambda gate, up, **attrs: oai(up, gate, **attrs),
          "ffn_moe_swiglu_oai in both layers: gate and up are exchanged."),
         ("gpt-oss", "ffn_moe_swiglu_oai",

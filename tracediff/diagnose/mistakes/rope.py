@@ -1,7 +1,7 @@
 """Mistakes in rotary embedding."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -253,10 +253,20 @@ def _coarse(op: Op, _: Context) -> Variants:
     ROPE,
 )  # fmt: skip
 def _other_tables(op: Op, _: Context) -> Variants:
-    pairing = op.attrs["rope"].pairing
-    own, other = ("i // 2", "i % (n / 2)")[:: 1 if pairing == "neighbours" else -1]
-    words = f"channel i turns by the angle of pair {other}, where that of pair {own} belongs"
-    yield computing(op, partial(_turned, tables=_OTHER[pairing])), words
+    for lies, where in _lying(op):
+        own, other = ("i // 2", "i % (n / 2)")[:: 1 if lies == "neighbours" else -1]
+        words = f"channel i turns by the angle of pair {other}, where that of pair {own} belongs{where}"
+        yield computing(op, partial(_turned_where_it_lies, lies=lies, tables=_OTHER[lies])), words
+
+
+def _lying(op: Op) -> Iterator[tuple[Pairing, str]]:
+    """How pairs may lie in an engine, and in words where it is not as in the file: whose rows of Q and K were put in
+    another order for neighbours to be pairs, of a model whose halves are.
+    """
+    own: Pairing = op.attrs["rope"].pairing
+    yield own, ""
+    if own == "neighbours":
+        yield "halves", ", in heads whose halves are pairs"
 
 
 def _as_it_is(by: Tensor, _: Tensor) -> Tensor:
@@ -265,22 +275,22 @@ def _as_it_is(by: Tensor, _: Tensor) -> Tensor:
 
 def _turned(
     x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope,
-    tables: Pairing | None = None, crossed: Pairing | bool = True,
+    tables: Pairing | None = None, crossed: tuple[Pairing, Pairing] | bool = True,
     ways: tuple[_Way, _Way] = (_as_it_is, _as_it_is), **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Channels times cosines, and those `crossed`, of each pair less the second, then the first, times sines; be it of
-    another pairing's. The `tables` of both lie as another pairing has them, and are read by other angles in these
-    `ways`.
+    """Channels times cosines, and those `crossed`, of each pair less the second, then the first, times sines; be they
+    taken apart and put together in these pairings. The `tables` of both lie as another pairing has them, and are read
+    by other angles in these `ways`.
     """
     before, rotated, rest = x.tensor_split((rope.first, rope.first + rope.n_rot), -1)
-    by, (a, b) = rope_angles(positions, factors, rope)[:, None], pairs_of(rotated, rope)
+    by = rope_angles(positions, factors, rope)[:, None]
     one = rope_angles(torch.ones_like(positions[:1]), factors, rope)[:, None]
     each, lies = (way(by, one) for way in ways), replace(rope, pairing=tables or rope.pairing)
     of_cos, of_sin = (together(angles, angles, lies) for angles in each)
     cos, sin = of_cos.cos() * rope.magnitude, of_sin.sin() * rope.magnitude
-    if isinstance(crossed, str):
-        a, b = pairs_of(rotated, replace(rope, pairing=crossed))
-    other = together(-b, a, rope) if crossed else together(-a, b, rope)
+    apart, put = (replace(rope, pairing=of) for of in (crossed if isinstance(crossed, tuple) else (rope.pairing,) * 2))
+    a, b = pairs_of(rotated, apart)
+    other = together(-b, a, put) if crossed else together(-a, b, put)
     return torch.cat((before, rotated * cos + other * sin, rest), -1).to(x.dtype)
 
 
@@ -313,9 +323,26 @@ def _apart(op: Op, context: Context) -> Variants:
 def _not_crossed(op: Op, _: Context) -> Variants:
     words = "sin multiplies each channel itself, the first of a pair with a minus, where the other of the pair belongs"
     yield computing(op, partial(_turned, crossed=False)), words
-    put = op.attrs["rope"].pairing
-    words = f"sin multiplies channels that are taken apart as {_OTHER[put]} and put together as {put}"
-    yield computing(op, partial(_turned, crossed=_OTHER[put])), words
+    for lies, where in _lying(op):
+        for apart, put in ((_OTHER[lies], lies), (lies, _OTHER[lies])):
+            words = f"sin multiplies channels that are taken apart as {apart} and put together as {put}{where}"
+            yield computing(op, partial(_turned_where_it_lies, lies=lies, crossed=(apart, put))), words
+
+
+def _turned_where_it_lies(
+    x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope, lies: Pairing, **ways: Any
+) -> Tensor:
+    """The same of heads whose pairs lie in another way in the engine."""
+    if lies == rope.pairing:
+        return _turned(x, positions, factors, rope=rope, **ways)
+    there = replace(rope, pairing=lies)
+
+    def moved(x: Tensor, here: Rope, there: Rope) -> Tensor:
+        before, rotated, rest = x.tensor_split((rope.first, rope.first + rope.n_rot), -1)
+        a, b = pairs_of(rotated, here)
+        return torch.cat((before, together(a, b, there), rest), -1)
+
+    return moved(_turned(moved(x, rope, there), positions, factors, rope=there, **ways), there, rope)
 
 
 @AREA.mistake(
