@@ -142,6 +142,7 @@ def test_new_keys_before_those_that_are_cached_are_told(models: Models, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_a_sum_over_whole_blocks_of_keys_is_told_in_all_steps(models: Models, tmp_path: Path) -> None:
     """The exponentials of a softmax, of which a loop takes four at a time: in steps of 11, 13 and 14 keys other numbers
     are left out, and in that of 12 none.
