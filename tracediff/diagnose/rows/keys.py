@@ -77,7 +77,7 @@ def _keys(replay: Replay, record: OpRecord, scheme: Scheme) -> _Read | None:
             which[key] = _NONE
             if heads := _by_heads(q[sees], keys, y, right):
                 by_heads[key], made[:, sees, key] = heads
-    if all(row == _NONE for row in which):  # as query heads that read other heads: no key is another's
+    if 2 * len(by_heads) > len(k):  # as where all lies in another layout: one cause, and no matter of single keys
         by_heads = {}
     return _Read(rows, which, made, by_heads) if which != [*range(len(k))] else None
 
