@@ -159,6 +159,12 @@ def local_name(op: str) -> str:
     return split(op)[1]
 
 
+def in_layer_of(op: str, name: str) -> str:
+    """What an op reads, by its own name in the op's layer; of another layer it is the stream."""
+    layer, local = split(name)
+    return local if layer == layer_of(op) else "the layer's input"
+
+
 def is_choice(op: str) -> bool:
     """Whether it chooses keys (ggml_top_k, as a lifted graph calls it): in any order, and hidden ones as it happens."""
     return op.endswith(".top_k")

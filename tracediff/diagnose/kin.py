@@ -264,10 +264,10 @@ class Kin:
             return True
         right, under = (self.replay.known(one.record, given=ops) for ops in ((), tried.ops))
         before, after = ((known.recorded - known.exact)[right.wrong].square() for known in (right, under))
-        noise = _AS_NOISE * right.bound[right.wrong].square()
-        if after.sum() > torch.maximum(noise, _TOLD * before).sum():
+        bounds = right.bound[right.wrong].square()
+        if after.sum() > torch.maximum(_AS_NOISE * bounds, _TOLD * before).sum():
             return False
-        told = (before / torch.maximum(after, _SPREAD * right.bound[right.wrong].square())).log().nan_to_num_(math.inf)
+        told = (before / torch.maximum(after, _SPREAD * bounds)).log().nan_to_num_(math.inf)
         return float(told.sum()) / 2 >= (_BY_EDIT if SOLVED in tried.mistakes else _BY_KNOWN)
 
     def _is_without_table(self, tried: Hypothesis, one: Faulty) -> bool:

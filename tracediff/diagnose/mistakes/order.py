@@ -19,7 +19,7 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.english import told_apart
 from tracediff.model.graph import Axis, Graph, Op, View
-from tracediff.names import layer_of, local_name, split
+from tracediff.names import in_layer_of, layer_of, local_name
 from tracediff.numerics.kinds import KINDS
 
 AREA = Area()
@@ -148,14 +148,8 @@ def _gated_before(op: Op, context: Context) -> Variants:
 def _bypassed(op: Op, context: Context) -> Variants:
     norm = context.graph.ops.get(op.inputs[0])
     if norm and norm.kind in NORM.kinds and not op.seen[0] and not norm.seen[0] and norm.inputs[0] in context.graph:
-        stream, what = _value(norm.inputs[0], op), local_name(norm.name)
+        stream, what = in_layer_of(op.name, norm.inputs[0]), local_name(norm.name)
         yield _reading(op, norm.inputs[0]), f"reads {stream} where {what} belongs: the norm is bypassed"
-
-
-def _value(name: str, op: Op) -> str:
-    """A value by its own name in the op's layer; of another layer it is the stream."""
-    layer, local = split(name)
-    return local if layer == layer_of(op.name) else "the layer's input"
 
 
 @AREA.mistake(
@@ -192,7 +186,7 @@ def _in_sequence(op: Op, context: Context) -> Variants:
         normed = replace(norm, name=f"{op.name}.normed", inputs=(total.name,))
         beside, what = local_name(norm.name), local_name(other.name)
         for name, before in ((normed.name, (total, normed)), (total.name, (total,))):
-            value = f"{'the norm of ' if name == normed.name else ''}{_value(stream, op)} + {what}"
+            value = f"{'the norm of ' if name == normed.name else ''}{in_layer_of(op.name, stream)} + {what}"
             words = f"reads {value}, where {beside} belongs: {what} runs beside it"
             yield Variant(_reading(op, name), words, before=before)
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.rows.told import FEW, OF_ERROR, Row, Told
-from tracediff.model.graph import Op
-from tracediff.names import StepOf, layer_of, local_name, plain_step
+from tracediff.names import StepOf, in_layer_of, layer_of, plain_step
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.kinds import KINDS
@@ -123,7 +122,7 @@ def _ways(replay: Replay, record: OpRecord, scheme: Scheme, known: Known, togeth
         return evaluate(op, own, replay.weights, known.arithmetic)
 
     for at in inputs:
-        values, name = torch.cat([one.inputs[at] for one in by_all]), _name(op.inputs[at], op)
+        values, name = torch.cat([one.inputs[at] for one in by_all]), in_layer_of(op.name, op.inputs[at])
         yield _Way(name, name, rows, partial(with_its_own, values, at))
     before = [n for n in steps if n != record.step]
     layer = layer_of(op.name)
@@ -133,7 +132,10 @@ def _ways(replay: Replay, record: OpRecord, scheme: Scheme, known: Known, togeth
         if other not in op.inputs and all(one is not None for one in held):
             values = torch.cat([one for one in held if one is not None])
             yield _Way(
-                _name(op.inputs[at], op), _name(other, op), _rows(replay, before), partial(with_its_own, values, at)
+                in_layer_of(op.name, op.inputs[at]),
+                in_layer_of(op.name, other),
+                _rows(replay, before),
+                partial(with_its_own, values, at),
             )
 
 
@@ -144,8 +146,3 @@ def _held(replay: Replay, step: int, name: str) -> Tensor | None:
 def _rows(replay: Replay, steps: Sequence[int]) -> list[Row]:
     """Whose the rows of these steps are."""
     return [(step.sequence, at) for step in map(replay.trace.steps.__getitem__, steps) for at in step.positions]
-
-
-def _name(name: str, op: Op) -> str:
-    """A value by its own name in the op's layer; of another layer it is the stream."""
-    return local_name(name) if layer_of(name) == layer_of(op.name) else "the layer's input"
