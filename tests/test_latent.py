@@ -171,8 +171,10 @@ def in_both_forms(
     capture: Capture = "all",
     steps: Sequence[Sequence[int]] = (TOKENS, (NEXT,), TOKENS[:1]),
 ) -> Path:
-    """The trace of an engine that computes the prompt as the first graph has it, and decode steps as the other."""
-    engines, at = [TorchEngine(graph, model.weights(torch.float32)) for graph in graphs], 0
+    """The trace of an engine that computes the prompt as the first graph has it, and decode steps as the other; in
+    float64, in which its cache is the same by either.
+    """
+    engines, at = [TorchEngine(graph, model.weights(torch.float64)) for graph in graphs], 0
     with TraceWriter(out, "server", model.graph.hparams.arch) as writer:
         for step, tokens in enumerate(steps):
             given = StepInput(tuple(tokens), tuple(range(at, at + len(tokens))))

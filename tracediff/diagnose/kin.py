@@ -268,7 +268,11 @@ class Kin:
         if after.sum() > torch.maximum(_AS_NOISE * bounds, _TOLD * before).sum():
             return False
         told = (before / torch.maximum(after, _SPREAD * bounds)).log().nan_to_num_(math.inf)
-        return float(told.sum()) / 2 >= (_BY_EDIT if SOLVED in tried.mistakes else _BY_KNOWN)
+        # Of a row whose inverse root is rounded all values are off by as much: it counts as one.
+        off = ((one.recorded - one.exact).square().reshape(len(one.exact), -1).sum(1) for one in (right, under))
+        of_rows = torch.sub(*(squares.log() for squares in off)).nan_to_num_(0.0)
+        nats = max(float(told.sum()), float(of_rows.sum())) / 2
+        return nats >= (_BY_EDIT if SOLVED in tried.mistakes else _BY_KNOWN)
 
     def _is_without_table(self, tried: Hypothesis, one: Faulty) -> bool:
         """Whether the record is as well explained where nothing is changed but that an activation is computed, not

@@ -117,8 +117,9 @@ def _ways(replay: Replay, record: OpRecord, scheme: Scheme, known: Known, togeth
         return
 
     def with_its_own(values: Tensor, at: int, i: int) -> Tensor:
-        own = [x[i : i + 1].expand(len(values), *x.shape[1:]) for x in known.inputs]
-        own[at] = values.reshape(-1, *own[at].shape[1:])
+        others = values.reshape(-1, *known.inputs[at].shape[1:])
+        own = [x[i : i + 1].expand(len(others), *x.shape[1:]) for x in known.inputs]
+        own[at] = others
         return evaluate(op, own, replay.weights, known.arithmetic)
 
     for at in inputs:

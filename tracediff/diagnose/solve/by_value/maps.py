@@ -179,10 +179,10 @@ def _run(noun: str, run: Sequence[tuple[int, int]]) -> str:
     return f"{place} {'has' if alone else 'have'} the values of {origin}"
 
 
-def named(source: np.ndarray) -> Sequence[Map]:
+def named(source: np.ndarray, *, of_keys: bool) -> Sequence[Map]:
     """The map in closed form, or as a list where that is short; none for the identity, or what is neither. What is in
     the last place may be there by its number, or in the last place of every step: both. So is what is in the last but
-    one.
+    one. Keys, of which a step has some more than the one before, may be put before these: of one it is a rotation.
     """
     n = len(source)
     wrong = np.flatnonzero(source != np.arange(n))
@@ -208,12 +208,12 @@ def named(source: np.ndarray) -> Sequence[Map]:
     if len(wrong) > 2:
         first, step = int(wrong[0]), int(wrong[1] - wrong[0])
         candidates += [Map("every", (first, step, int(source[first]) - first))] if step > 1 else []
-    prepended = Map("prepended", (n - int(np.argmax(source == 0)),))
-    candidates += [prepended]
+    prepended = [Map("prepended", (n - int(np.argmax(source == 0)),))] if of_keys else []
+    candidates += prepended
     for one in candidates:
         if (one.of(n) == source).all():  # what overwrites one place may do so in every step, or once for all
-            also = {Map("overwritten", (n - 2,)): Map("doubled"), Map("rotated", (-1,)): prepended}.get(one)
-            return [also, one] if also else [one]
+            also = {Map("overwritten", (n - 2,)): [Map("doubled")], Map("rotated", (-1,)): prepended}
+            return [*also.get(one, ()), one]
     runs = 1 + sum(source[b] - source[a] != b - a for a, b in pairwise(wrong))
     listed = Map("listed", tuple(int(x) for i in wrong for x in (i, source[i])))
     last = [Map("last", (n - 1 - int(source[-1]),))] if wrong[0] == n - 1 and source[-1] != ZERO else []

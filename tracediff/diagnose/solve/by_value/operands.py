@@ -172,7 +172,7 @@ def _of_channels(problem: Problem, operand: Operand, values: np.ndarray) -> Iter
     a few values tell.
     """
     right, there = values[:_TOKENS], _before(problem, values)
-    found = _named(there, right, 1) if there is not None and np.isfinite(there).all() else ()
+    found = _named(there, right, 1, of_keys=False) if there is not None and np.isfinite(there).all() else ()
     for how in found or channels.maps_of(problem, values):
         yield operand.solved(problem, how, 1)
     if there is None and problem.op.kind == "linear" and (lost := _lost(problem, len(values))):
@@ -204,12 +204,12 @@ def _before(problem: Problem, values: np.ndarray) -> np.ndarray | None:
         return None
 
 
-def _named(there: np.ndarray, right: np.ndarray, axis: int) -> Sequence[Map]:
+def _named(there: np.ndarray, right: np.ndarray, axis: int, *, of_keys: bool) -> Sequence[Map]:
     """The map along an axis by which one is the other, nearly."""
     near = np.full(right.shape, _SAME * np.sqrt(np.square(right).mean()))
     zero = (np.abs(there) <= near).all(tuple(a for a in range(there.ndim) if a != axis), keepdims=True)
     source = matched(np.where(zero, 0.0, there), right, near, axis)
-    return named(source) if source is not None else []
+    return named(source, of_keys=of_keys) if source is not None else []
 
 
 # --- what was added up ------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def _cached(problem: Problem, operand: Operand) -> Iterator[Solved]:
         return
     yield from (operand.solved(problem, how, 0) for how in _of_keys(problem))
     for there in sums.told():
-        for how in _named(there, sums.values[:, sums.heads], 0):
+        for how in _named(there, sums.values[:, sums.heads], 0, of_keys=True):
             yield from _in_heads(problem, operand.solved(problem, how, 0), sums.heads)
 
 
@@ -241,7 +241,7 @@ def _of_keys(problem: Problem) -> Sequence[Map]:
     h, t, s, g = (int(problem.loops.numbers[name]) for name in "HTSG")
     q, k = (x.reshape(n, heads, -1) for x, n, heads in zip(operands_, (t, s), (h, g), strict=True) if x is not None)
     right = np.einsum("thd,shd->hts", q, k.repeat(h // g, 1))
-    return _named(scores.reshape(h, t, s), right, 2)
+    return _named(scores.reshape(h, t, s), right, 2, of_keys=True)
 
 
 def _in_heads(problem: Problem, solved: Solved, heads: np.ndarray) -> Iterator[Solved]:

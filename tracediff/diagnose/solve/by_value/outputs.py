@@ -78,7 +78,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
         for axis in range(len(axes)):
             if shape[axis] > 1:
                 source = matched(there, right, near, axis)
-                for how in named(source) if source is not None else ():
+                for how in named(source, of_keys=axes[axis] == "key") if source is not None else ():
                     yield _solved(problem, how, axis, (shape, axes, follows))
 
 

@@ -84,7 +84,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
         return
     for axis, noun in ((1, "head"), (0, "token")):
         source = matched(taken, own + eps, _SAME * taken, axis) if own.shape[axis] > 1 else None
-        for how in named(source) if source is not None else ():
+        for how in named(source, of_keys=False) if source is not None else ():
             said = how.words(noun, own.shape[axis]).replace("the values of", "that of")
             yield _solved(
                 problem, op.inputs[0], OtherSquares(n_rows, how, axis), f"of the {_MEANS[op.kind][1]}, {said}"
