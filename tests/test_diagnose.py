@@ -789,8 +789,8 @@ def test_an_epsilon_that_the_file_has_under_another_key_is_called_by_both(models
     model.file.metadata["qwen2.attention.layer_norm_epsilon"] = 1e-5
     trace = trace_graph(model.graph.changed(norm.with_attrs(eps=1e-5)), model.file, tmp_path / "t.trace", range(1, 7))
     (finding,) = check_trace(trace, model).findings
-    said = "eps is 1e-05, the file's attention.layer_norm_epsilon; its attention.layer_norm_rms_epsilon belongs, 1e-06."
-    assert finding.text == f"attn_norm in layer 0: {said}"
+    said = "eps is 1e-05, which the file has as attention.layer_norm_epsilon; its attention.layer_norm_rms_epsilon"
+    assert finding.text == f"attn_norm in layer 0: {said} belongs, 1e-06."
 
 
 def test_an_epsilon_that_the_file_has_is_said_to_be_the_files(tiny, tmp_path: Path) -> None:
@@ -801,7 +801,9 @@ def test_an_epsilon_that_the_file_has_is_said_to_be_the_files(tiny, tmp_path: Pa
     wrong = model.graph.changed(norm.with_attrs(eps=1e-6))
     trace = trace_graph(wrong, model.file, tmp_path / "t.trace", range(1, 7))
     (finding,) = check_trace(trace, model).findings
-    said = "eps is 1e-06, the file's attention.layer_norm_rms_epsilon; llama.cpp's graph of this model has 0."
+    said = (
+        "eps is 1e-06, which the file has as attention.layer_norm_rms_epsilon; llama.cpp's graph of this model has 0."
+    )
     assert finding.text.endswith(said)
 
 

@@ -12,6 +12,7 @@ from tracediff.model.graph import Op
 from tracediff.names import local_name
 
 AREA = Area()
+_OF_ITS_TOKEN = ("rope", "rms_norm", "layer_norm", "l2_norm")  # kinds that may read heads of their token alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,6 @@ def _heads_first(op: Op, context: Context) -> Variants:
         words = f"the projection lies as {right} and is read as {wrong}: its view as heads needs a transpose"
     if isinstance(heads, int) and heads > 1 and op.axes[0] == "T":
         yield Variant(replace(op, rework=_HeadsFirst(heads, backwards)), words)
-
-
-_OF_ITS_TOKEN = ("rope", "rms_norm", "layer_norm", "l2_norm")  # kinds that may read heads of their token alone
 
 
 @dataclass(frozen=True, slots=True)

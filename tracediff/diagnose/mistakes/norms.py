@@ -64,7 +64,7 @@ def _eps(op: Op, context: Context) -> Variants:
             if theirs := _key_of(eps, context):
                 ours = _key_of(right, context)  # some builders of llama.cpp's read none
                 belongs = f"its {ours} belongs," if ours else "llama.cpp's graph of this model has"
-                words = f"eps is {said}, the file's {theirs}; {belongs} {right:g}"
+                words = f"eps is {said}, which the file has as {theirs}; {belongs} {right:g}"
             else:
                 words = f"eps is {said} instead of {right:g}"
             yield op.with_attrs(eps=eps), words
