@@ -36,8 +36,7 @@ def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResul
         return list(ops)
     step = max({op.step for op in faulty}, key=lambda step: (len(replay.trace.steps[step].tokens), step))
     errors = {op.op: op.local.nmse for op in faulty if op.step == step and op.local}
-    recorded = {record.op for record in replay.trace.step_ops(step) if record.has_data and record.op in replay.graph}
-    readers = {op.name: _readers(op.name, replay.graph, recorded) for op in replay.graph if op.name in recorded}
+    readers = _readers_in(step, replay)
     with suppress(OutOfTime), torch.inference_mode():
         for together in _joined(errors, readers):
             # A scan reads the state that it left.
@@ -46,17 +45,33 @@ def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResul
             names = frozenset(map(local_name, together))
             for left_out in _ways(together, readers) if names not in in_vain else ():
                 budget.check()
-                right = _right_without(left_out, step, errors, readers, model, subject, replay)
                 last = max(op.step for op in faulty if op.op in left_out)
-                if right and last != step:
-                    there = {op.op: op.local.nmse for op in faulty if op.step == last and op.local}
-                    right = _right_without(left_out, last, there, readers, model, subject, replay)
+                there = {op.op: op.local.nmse for op in faulty if op.step == last and op.local}
+                asked = {step: errors, last: there}
+                if _is_handed_on(left_out, replay.graph):
+                    asked[last + 1] = there  # which alone reads it
+                right = ()
+                for at, of in asked.items():
+                    reading = readers if at == step else _readers_in(at, replay)
+                    if not (right := _right_without(left_out, at, of, reading, model, subject, replay)):
+                        break
                 if right:
                     found |= dict.fromkeys(together, Undone(left_out, right))
                     break
             else:
                 in_vain.add(names)
     return [replace(op, undone=found[op.op]) if op.status == "faulty" and op.op in found else op for op in ops]
+
+
+def _is_handed_on(names: Sequence[str], graph: Graph) -> bool:
+    """Whether one of them is a state that the next step begins with."""
+    return any(reader.kind == "state" for name in names for reader, _ in graph.readers(name))
+
+
+def _readers_in(step: int, replay: Replay) -> dict[str, set[str]]:
+    """Of each op that was recorded in a step the recorded ones that read it."""
+    recorded = {record.op for record in replay.trace.step_ops(step) if record.has_data and record.op in replay.graph}
+    return {op.name: _readers(op.name, replay.graph, recorded) for op in replay.graph if op.name in recorded}
 
 
 def _readers(name: str, graph: Graph, recorded: set[str]) -> set[str]:
@@ -109,7 +124,7 @@ def _right_without(
     replay: Replay,
 ) -> tuple[str, ...]:
     """What follows these, if all of it is right as if they had not been recorded, and would show their mistakes."""
-    following = {reader for name in left_out for reader in readers[name]} - {*left_out}
+    following = {reader for name in left_out for reader in readers.get(name, ())} - {*left_out}
     following = {name for name in following if (step, name) in replay.trace.ops}
     if not following:
         return ()

@@ -25,6 +25,8 @@ _ROLES = MappingProxyType(
         "softmax": ("scaled scores", "sinks"),
         "state": ("", "states"),
         "columns": ("", "columns of convolutions"),
+        "swiglu": ("activated values", ""),
+        "kernels": ("", "kernels"),
         **dict.fromkeys(TABLED, ("activations looked up", "")),
     }
 )
@@ -194,7 +196,7 @@ def _of_table(held: str) -> str:
 
 ON_TENSOR_CORES = " on tensor cores"
 AS_IN_GGML = "as in ggml"  # operands, by the weight's type
-EXPONENTIAL = ("exponential", "softmax")  # entries of a scheme that say how exponentials are approximated
+EXPONENTIAL = ("exponential", "gated", "softmax")  # entries of a scheme that say how exponentials are approximated
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +213,10 @@ class Scheme:
     values: Arithmetic = EXACT
     held: str = "f64"  # what the embedding is held in
     norms: str = "f64"  # and the weights of norms
+    kernels: str = "f64"  # and those of convolutions, with their biases: torch.autocast casts them, and no norm's
     normed: str = "f64"  # what a norm of values held in that type gives is rounded to before its weight multiplies it
-    tables: str = "f64"  # and cosines and sines of rope
+    activated: str = "f64"  # and what an activation of such a gate gives, before it multiplies another value
+    tables: str = "f64"  # cosines and sines of rope
     states: str = "f64"  # what recurrent states are held in between steps
     columns: str = "f64"  # and the columns of convolutions, for which engines have a type of their own
     exponentials: str = ""
@@ -267,6 +271,8 @@ class Scheme:
                 return Arithmetic(self.normed, self.norms, single=self.single)
             case "small":
                 return Arithmetic(stored=self.norms, single=self.single)
+            case "kernels":
+                return Arithmetic(stored=self.kernels)
             case "residual":
                 return Arithmetic(self.added)
             case "state":
@@ -275,6 +281,8 @@ class Scheme:
                 return Arithmetic(stored=self.columns)
             case "exponential":
                 return Arithmetic(exponential=self.exponentials)
+            case "gated":
+                return Arithmetic(self.activated, exponential=self.exponentials)
             case "softmax":
                 return Arithmetic(self.scaled, self.norms, exponential=self.exponentials, single=self.single)
         return EXACT

@@ -105,12 +105,11 @@ def _matmul(what: str, rounding: str) -> Scheme:
     operands = rounding if "activations" in what else "f64"
     stored = rounding if what != "activations" else "f64"
     held = stored if stored != operands or stored in GROUPS else "f64"
-    norms = held if what == "weights" and held in HALVES else "f64"  # nobody quantises these few
+    few = held if what == "weights" and held in HALVES else "f64"  # which nobody quantises
     before = held_before(stored)  # who holds weights in half precision before they are quantised holds biases so
     biases = before if stored != before or "matrices" not in what else "f64"
-    return Scheme(
-        phrase(what, rounding), Arithmetic(operands, stored, _sums(operands, stored), biases), held=held, norms=norms
-    )
+    linear = Arithmetic(operands, stored, _sums(operands, stored), biases)
+    return Scheme(phrase(what, rounding), linear, held=held, norms=few, kernels=few)
 
 
 def _floats_as_they_are(scheme: Scheme) -> Scheme:
@@ -284,7 +283,9 @@ _EXPONENTIALS = {
 _OF_MATMULS = {"biases": "biases", "before_bias": "sums before biases", "products": "products"}
 _FIELDS = {
     "norms": "norm weights",
+    "kernels": "kernels",
     "normed": "normed values",
+    "activated": "activated values",
     "tables": "rope tables",
     "added": "what is added to the residual",
     "scaled": "scaled scores",

@@ -125,7 +125,7 @@ class Planner:
         self._weights = weights
         self._schemes = schemes
         self._found: dict[tuple[object, ...], tuple[Scheme, ...]] = {}  # of schemes those that differ
-        self._normed: dict[OpRecord, str] = {}  # what the inputs of norms are stored in
+        self._read: dict[OpRecord, str] = {}  # what first inputs, of norms and gated ones, are stored in
         self._through: dict[frozenset[str], tuple[Op, ...]] = {}  # by the kinds of a segment what tells schemes apart
         self._told: dict[tuple[Scheme, tuple[str, ...]], Mapping[str, Sequence[Way]]] = {}
 
@@ -236,6 +236,11 @@ class Planner:
         n_ways = Counter(way.part for way in WAYS)
         return {part: ways for part, ways in found.items() if len(ways) < n_ways[part]}
 
+    def is_alike(self, one: Scheme, other: Scheme, *records: OpRecord) -> bool:
+        """Whether they round the same in these records of a sort."""
+        covered = self._covered(*records)
+        return self._rounds_rows(one, covered) == self._rounds_rows(other, covered)
+
     def suiting(self, schemes: Sequence[Scheme], *records: OpRecord) -> Sequence[Scheme]:
         """Those of the schemes that differ for these records of a sort by what they round, or for a segment in any op,
         and suit their rows.
@@ -244,7 +249,7 @@ class Planner:
         found: dict[object, Scheme] = {}
         tokens = self._recorded.tokens(record.step)
         for scheme in (one.in_steps_of(tokens) for one in schemes):
-            is_possible = self._sums_so(record, scheme.values) and self._norms_so(record, scheme.normed)
+            is_possible = self._sums_so(record, scheme.values) and self._casts_so(record, scheme)
             if len(schemes) > 1 and not (is_possible and _in_half_so(record.dtype, scheme)):
                 continue
             if self._rows_fit(covered, of := self._rounds(scheme, covered)):
@@ -315,19 +320,25 @@ class Planner:
             return len(split_keys(n_tokens - whole, n_keys, values.parts)) > 1
         return 0 < whole < n_tokens < whole + TILED_FROM if values.ubatch else n_tokens <= UBATCH
 
-    def _norms_so(self, record: OpRecord, normed: str) -> bool:
-        """Whether a product is normed that was recorded in the type which normed values are rounded to: transformers
-        casts them back to their input's type, which under autocast a matmul's output has. Else that is a mistake.
+    def _casts_so(self, record: OpRecord, scheme: Scheme) -> bool:
+        """Whether what is normed, a product, or the gate was recorded in the type which normed or activated values are
+        rounded to: transformers casts the first back to their input's type, and PyTorch's silu gives it, which under
+        autocast a matmul's output has. Else that is a mistake.
         """
-        if normed == "f64":
-            return True
         op = self._graph[record.op]
-        if not self._norms_product(op) or self.is_segment(record):
-            return False
-        if record not in self._normed:
-            read = self._recorded.trace.ops[record.step, op.inputs[0]]
-            self._normed[record] = self._recorded.stored(read, self._recorded.values(read))
-        return self._normed[record] == normed
+        asked = (scheme.normed, self._norms_product(op)), (scheme.activated, op.kind == "swiglu")
+        return all(cast == "f64" or (is_so and self._reads(record) == cast) for cast, is_so in asked)
+
+    def _reads(self, record: OpRecord) -> str:
+        """What the first input, or what that is a copy of, is stored in; empty where it was not recorded."""
+        if record not in self._read:
+            op, ops = self._graph[record.op], self._recorded.trace.ops
+            while (read := ops.get((record.step, op.inputs[0]))) is None:
+                if op.inputs[0] not in self._graph or (op := self._graph[op.inputs[0]]).kind != "copy":
+                    break
+            held = read is not None and read.has_data
+            self._read[record] = self._recorded.stored(read, self._recorded.values(read)) if read and held else ""
+        return self._read[record]
 
     def _norms_product(self, op: Op) -> bool:
         """Whether it is a norm of what a matmul makes, as those of queries and keys are."""

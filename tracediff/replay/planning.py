@@ -209,14 +209,18 @@ class Planning:
     def _unlike(
         self, schemes: Iterable[Scheme], records: Sequence[OpRecord], known: Sequence[Known]
     ) -> Sequence[Scheme]:
-        """Of segments the schemes that do some part in none of the ways that are surely known of it."""
+        """Of segments the schemes that do some part of them in none of the ways that are surely known of it."""
         if not self._planner.is_segment(records[0]):
             return ()
         ways: defaultdict[str, set[Way]] = defaultdict(set)
         for one in known:
             ways[one.part] |= set(one.ways if one.surely else ())
         sure = [of_part for of_part in ways.values() if of_part]
-        return [s for s in schemes if not all(any(way.is_of(s) for way in of_part) for of_part in sure)]
+
+        def is_done_so(scheme: Scheme, ways: Iterable[Way]) -> bool:
+            return any(way.is_of(scheme) or self._planner.is_alike(way.of(scheme), scheme, *records) for way in ways)
+
+        return [scheme for scheme in schemes if not all(is_done_so(scheme, of_part) for of_part in sure)]
 
     def _composed(
         self,

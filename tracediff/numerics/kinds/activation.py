@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tracediff.numerics.error_rules import of_sigmoid
 from tracediff.numerics.floors import TINY, Noise
-from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, exponential, wide
-from tracediff.numerics.roundings import half
+from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, exponential, kept, wide
+from tracediff.numerics.roundings import half, rounding_named
 from tracediff.numerics.running import running
 
 silu = torch.nn.functional.silu
@@ -75,8 +75,30 @@ def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor],
     return lambda gate, up: activation(gate) * up
 
 
+def _swiglu(call: Call) -> Tensor:
+    """Of a gate in half precision PyTorch's silu is rounded to that, which multiplies what may be float32."""
+    between = call.arithmetic.operands
+    if between == "f64" or call.op.function:
+        return applied(call)
+    gate, up = map(wide, call.inputs)
+    return kept(rounding_named(between)(silu(gate)) * up, call.weights)
+
+
 def _swiglu_noise(made: Made) -> Noise:
-    """That of a sigmoid, and of its product with gate and up."""
+    """That of a sigmoid, and of its product with gate and up; where what is between them is rounded, and lies so near
+    the middle of two numbers that it may be either, what these are apart.
+    """
+    own, between = _product_noise(made), made.arithmetic.operands
+    if between == "f64" or made.op.function:
+        return own
+    gate, up = (wide(x) for x in made.inputs)
+    rounding, activated = rounding_named(between), silu(gate)
+    step = rounding.step(activated)
+    middle = (step / 2 - (activated - rounding(activated)).abs()) * up.abs()
+    return replace(own, hard=own.hard + torch.where(middle <= own.bound(), step * up.abs(), 0.0))
+
+
+def _product_noise(made: Made) -> Noise:
     gate, up = (wide(x) for x in made.inputs)
     sigma = of_sigmoid(gate).mul_(gate).mul_(up).hypot_(made.size).mul_(made.unit / math.sqrt(3))
     # 1 / (1 + exp(88.8)) is 0 where exp overflows, though it should be a denormal. In half precision MLX, whose silu is
@@ -152,7 +174,7 @@ _UNARY: dict[str, Callable[..., Tensor]] = {
     "hardswish": hardswish, "xielu": xielu,
 }  # fmt: skip
 KINDS = (
-    exponential(Kind("swiglu", swiglu, ("gate", "up"), noise=_swiglu_noise)),
+    exponential(Kind("swiglu", swiglu, ("gate", "up"), compute=_swiglu, noise=_swiglu_noise), "gated"),
     exponential(Kind("swiglu_oai", swiglu_oai, ("gate", "up"))),
     exponential(Kind("swiglu_clamp", swiglu_clamp, ("gate", "up"))),
     Kind("geglu_erf", _gated(gelu_erf), ("gate", "up")),

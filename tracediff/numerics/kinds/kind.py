@@ -228,7 +228,7 @@ class Kind:
         return known.get(n, tuple({"T": "token", "S": "key"}.get(str(a), f"axis {i} place") for i, a in enumerate(of)))
 
 
-def exponential(kind: Kind) -> Kind:
+def exponential(kind: Kind, scheme: str = "exponential") -> Kind:
     """The same kind, whose exponentials are those of the arithmetic."""
 
     def compute(call: Call) -> Tensor:
@@ -243,7 +243,7 @@ def exponential(kind: Kind) -> Kind:
     def noise(made: Made) -> Noise:
         return replace(kind.noise_of(made), turned=made.energy.turned)
 
-    return replace(kind, compute=compute, noise=noise, noise_of_any=None, scheme="exponential")
+    return replace(kind, compute=compute, noise=noise, noise_of_any=None, scheme=scheme)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ def solve_tri(a: Tensor, b: Tensor) -> Tensor:
 
 
 KINDS = (
-    Kind("ssm_conv", ssm_conv, ("x",), scheme="small"),
+    Kind("ssm_conv", ssm_conv, ("x",), scheme="kernels"),
     Kind(
         "ssm_scan",
         ssm_scan,
