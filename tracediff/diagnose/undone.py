@@ -50,7 +50,7 @@ def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResul
                 asked = {step: errors, last: there}
                 if _is_handed_on(left_out, replay.graph):
                     asked[last + 1] = there  # which alone reads it
-                right = ()
+                right: tuple[str, ...] = ()
                 for at, of in asked.items():
                     reading = readers if at == step else _readers_in(at, replay)
                     if not (right := _right_without(left_out, at, of, reading, model, subject, replay)):

@@ -26,7 +26,6 @@ _ROLES = MappingProxyType(
         "state": ("", "states"),
         "columns": ("", "columns of convolutions"),
         "swiglu": ("activated values", ""),
-        "kernels": ("", "kernels"),
         **dict.fromkeys(TABLED, ("activations looked up", "")),
     }
 )
@@ -213,7 +212,7 @@ class Scheme:
     values: Arithmetic = EXACT
     held: str = "f64"  # what the embedding is held in
     norms: str = "f64"  # and the weights of norms
-    kernels: str = "f64"  # and those of convolutions, with their biases: torch.autocast casts them, and no norm's
+    vectors: str = "f64"  # and others that are no matrices: kernels of convolutions, biases and gains by themselves
     normed: str = "f64"  # what a norm of values held in that type gives is rounded to before its weight multiplies it
     activated: str = "f64"  # and what an activation of such a gate gives, before it multiplies another value
     tables: str = "f64"  # cosines and sines of rope
@@ -269,10 +268,10 @@ class Scheme:
                 return Arithmetic("f16")
             case "rms_norm":
                 return Arithmetic(self.normed, self.norms, single=self.single)
-            case "small":
+            case "norm":
                 return Arithmetic(stored=self.norms, single=self.single)
-            case "kernels":
-                return Arithmetic(stored=self.kernels)
+            case "vectors":
+                return Arithmetic(stored=self.vectors, single=self.single)
             case "residual":
                 return Arithmetic(self.added)
             case "state":

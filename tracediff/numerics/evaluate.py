@@ -32,9 +32,9 @@ def is_covered(op: Op) -> bool:
 def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
     """What the scheme rounds in this op, which depends on the type of its weight."""
     entry = KINDS[op.kind].scheme if is_covered(op) else None
-    if (part := treated_as(op)) in ("columns", "kernels"):
-        entry = part
-    if not op.weights and entry in ("rms_norm", "small"):
+    if entry == "state":
+        entry = treated_as(op)
+    if not op.weights and entry in ("rms_norm", "norm", "vectors"):
         added = scheme.of("residual") if op.kind == "add" and not any(op.views) else EXACT
         return added if added == EXACT or rows_fit(op, added, 0) else EXACT  # a hypothesis may add other rows
     if not op.weights and entry == "linear":  # of two values: as in attention, where one comes from a cache
@@ -56,10 +56,8 @@ def in_words_of(ops: Iterable[Op], scheme: Scheme, weights: Weights) -> str:
 
 def treated_as(op: Op) -> str:
     """The kind that a scheme takes the op for. Of states the columns that a convolution reads of the steps before are
-    one of their own, and so are its kernel and its bias: ggml's graphs and files call them conv.
+    one of their own: ggml's graphs call them conv.
     """
-    if op.kind == "ssm_conv" or (op.kind == "add" and any("conv" in weight.name for weight in op.weights)):
-        return "kernels"
     return "columns" if op.kind == "state" and local_name(op.name).startswith("conv") else op.kind
 
 

@@ -109,7 +109,7 @@ def _matmul(what: str, rounding: str) -> Scheme:
     before = held_before(stored)  # who holds weights in half precision before they are quantised holds biases so
     biases = before if stored != before or "matrices" not in what else "f64"
     linear = Arithmetic(operands, stored, _sums(operands, stored), biases)
-    return Scheme(phrase(what, rounding), linear, held=held, norms=few, kernels=few)
+    return Scheme(phrase(what, rounding), linear, held=held, norms=few, vectors=few)
 
 
 def _floats_as_they_are(scheme: Scheme) -> Scheme:
@@ -283,7 +283,7 @@ _EXPONENTIALS = {
 _OF_MATMULS = {"biases": "biases", "before_bias": "sums before biases", "products": "products"}
 _FIELDS = {
     "norms": "norm weights",
-    "kernels": "kernels",
+    "vectors": "vectors",
     "normed": "normed values",
     "activated": "activated values",
     "tables": "rope tables",

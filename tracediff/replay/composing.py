@@ -146,8 +146,11 @@ class Composing:
 
     def _a_step_that_fits(self, start: Scheme, few: Sequence[OpRecord]) -> Choice | None:
         """Where most of what a segment leaves was rounded when it was stored, no step takes much away: single values
-        tell then, which exceed their bounds in all arithmetics but the right one. (Single ops are asked one by one.)
+        tell then, which exceed their bounds in all arithmetics but the right one; where they do not exceed them at the
+        start, nothing does. (Single ops are asked one by one.)
         """
+        if all(self._fitting.fits(record, start) for record in self._records):
+            return None
         likely = self._likely(self._planner.changes((start,), *self._records), few[0], start)
         most = self._fitting.left(few[0], start)
         return self._that_fits([scheme for scheme in likely if self._fitting.left(few[0], scheme) <= most])

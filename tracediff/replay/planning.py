@@ -209,12 +209,14 @@ class Planning:
     def _unlike(
         self, schemes: Iterable[Scheme], records: Sequence[OpRecord], known: Sequence[Known]
     ) -> Sequence[Scheme]:
-        """Of segments the schemes that do some part of them in none of the ways that are surely known of it."""
+        """Of segments the schemes that do a part of them in none of the ways that are surely known of it. Vectors are
+        cast one by one: RWKV's own has those of decays in float32 among others in bfloat16.
+        """
         if not self._planner.is_segment(records[0]):
             return ()
         ways: defaultdict[str, set[Way]] = defaultdict(set)
         for one in known:
-            ways[one.part] |= set(one.ways if one.surely else ())
+            ways[one.part] |= set(one.ways if one.surely and one.part != "vectors" else ())
         sure = [of_part for of_part in ways.values() if of_part]
 
         def is_done_so(scheme: Scheme, ways: Iterable[Way]) -> bool:

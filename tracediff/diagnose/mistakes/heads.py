@@ -79,11 +79,15 @@ class _CacheViewed(Reread):
     Where((*_OF_ITS_TOKEN, "scores", "weighted_values")),
 )  # fmt: skip
 def _heads_viewed(op: Op, context: Context) -> Variants:
-    cached = op.kind not in _OF_ITS_TOKEN
-    position = int(cached)
-    name = op.inputs[position]
+    for position in (0,) if op.kind in _OF_ITS_TOKEN else (0, 1) if op.kind == "scores" else (1,):
+        yield from _viewed(op, position, context)
+
+
+def _viewed(op: Op, position: int, context: Context) -> Variants:
+    """Of one input: queries, or what is cached."""
+    name, cached = op.inputs[position], position == 1
     source, view = context.graph.ops.get(name), op.seen[position]
-    if source is None or any(seen for i, seen in enumerate(op.seen) if i != position or cached):
+    if source is None or (cached and view):
         return
     axes = view.shape if view else source.axes  # it may see rows of all heads, or a part of one product's
     if len(axes) != 3 or axes[0] != "T":
@@ -98,7 +102,8 @@ def _heads_viewed(op: Op, context: Context) -> Variants:
         before = Op(f"{op.name}.read", "copy", (name,), axes, rework=way, views=(view,) if view else ())
         inputs = tuple(before.name if i == position else other for i, other in enumerate(op.inputs))
         words = f"{what} lies as {lies} and is read as {layout}: a view as heads, without its transpose"
-        yield Variant(replace(op, inputs=inputs, views=()), words, before=(before,))
+        views = tuple(None if i == position else seen for i, seen in enumerate(op.seen))
+        yield Variant(replace(op, inputs=inputs, views=views if any(views) else ()), words, before=(before,))
     n_head = op.axes[0] if op.kind == "scores" else context.graph.axes_read(op, 0)[0]
     for n in dict.fromkeys((heads, n_head)) if cached else ():
         if isinstance(n, int) and n % heads == 0:

@@ -64,11 +64,14 @@ def _keys(replay: Replay, record: OpRecord, scheme: Scheme) -> _Read | None:
         return None
     rows, (keys,) = cached_by_all(replay, record, [(op, 1)], (k,), _ROWS)
     every, made, wrong, which = scores(q, keys), known.exact.clone(), known.wrong, [*range(len(k))]
-    first, by_heads = len(k) - len(q), dict[int, list[tuple[int, int]]]()
+    first, by_heads, asked = len(k) - len(q), dict[int, list[tuple[int, int]]](), set[int]()
     for key in range(len(k)):
         sees = slice(max(0, key - first), None)  # the queries that do
         y, right = (x[:, sees, key] for x in (known.recorded, known.exact))
-        if y.numel() >= _NUMBERS and bool(wrong[:, sees, key].any()):
+        if y.numel() < _NUMBERS:
+            continue
+        asked.add(key)
+        if bool(wrong[:, sees, key].any()):
             left = (every[:, sees] - y[..., None]).square().sum((0, 1))
             which[key] = int(left.argmin())
             if float(left[which[key]]) <= OF_ERROR * float((y - right).square().sum()):
@@ -79,6 +82,8 @@ def _keys(replay: Replay, record: OpRecord, scheme: Scheme) -> _Read | None:
                 by_heads[key], made[:, sees, key] = heads
     if 2 * len(by_heads) > len(k):  # as where all lies in another layout: one cause, and no matter of single keys
         by_heads = {}
+    if all(which[key] == _NONE for key in asked - by_heads.keys()) and not by_heads:
+        return None  # the queries may be others as well
     return _Read(rows, which, made, by_heads) if which != [*range(len(k))] else None
 
 

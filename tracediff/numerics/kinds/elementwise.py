@@ -83,8 +83,8 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "round": rounded, "trunc": torch.trunc, "step": lambda x: (x > 0).to(x.dtype),
 }  # fmt: skip
 KINDS = (
-    Kind("add", add, ("a", "b"), compute=_sum, noise=_sum_noise, scheme="small"),
-    *(Kind(name, f, ("a", "b"), scheme="small") for name, f in {"sub": sub, "mul": mul, "div": div}.items()),
+    Kind("add", add, ("a", "b"), compute=_sum, noise=_sum_noise, scheme="vectors"),
+    *(Kind(name, f, ("a", "b"), scheme="vectors") for name, f in {"sub": sub, "mul": mul, "div": div}.items()),
     Kind("scale", scale, ("x",), keeps_part=True),
     Kind("clamp", clamp, ("x",), keeps_part=True),
     Kind("softplus", softplus, ("x",), noise=expressed_as(softplus_as_computed)),

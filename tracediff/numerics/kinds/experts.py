@@ -49,5 +49,5 @@ def _noise(made: Made) -> Noise:
 
 KINDS = (
     Kind("linear_id", linear, ("x", "ids"), ("token", "slot", "channel"), _linear_id, _noise, scheme="linear"),
-    Kind("add_id", add_id, ("x", "ids"), ("token", "slot", "channel"), noise=one_rounding, scheme="small"),
+    Kind("add_id", add_id, ("x", "ids"), ("token", "slot", "channel"), noise=one_rounding, scheme="vectors"),
 )

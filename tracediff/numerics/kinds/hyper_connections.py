@@ -43,7 +43,7 @@ def out_of_layer(x: Tensor, streams: Tensor, post: Tensor, mixed: Tensor | None 
 
 _STREAMS = ("token", "stream", "channel")
 KINDS = (
-    Kind("dsv4_hc_comb", mixing, ("mixes",), ("token", "from", "to"), scheme="small"),
+    Kind("dsv4_hc_comb", mixing, ("mixes",), ("token", "from", "to"), scheme="vectors"),
     Kind("dsv4_hc_pre", into_layer, ("streams", "weights")),
     Kind("dsv4_hc_post", out_of_layer, ("x", "streams", "post", "mixed"), _STREAMS),
 )

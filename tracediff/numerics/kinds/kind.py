@@ -177,10 +177,11 @@ class Kind:
     value, outermost first. `keeps_part`: its value plays the part of its first input, as a normed query is a query.
     `compute` says how inputs and weights are read and rounded, `noise` how far an honest engine may be off, and
     `noise_of_any` the same with another function in the place of its own: where it is not given, by analysis of that,
-    or of a kind that is computed in a way of its own by `noise`. `scheme` is the entry of a Scheme that says
-    what an engine rounds in it: of other small weights `small`. `together` computes several calls of an op that
-    hold its weight alike, and reads that once; those for an energy come first. Where the value is places in its first
-    input, `picks` gives what is found there: that is compared, and that has the noise, for of equal values any may be
+    or of a kind that is computed in a way of its own by `noise`. `scheme` is the entry of a Scheme that says what an
+    engine rounds in it: of weights that are neither matrices nor norms' `vectors`. `together` computes several calls of
+    an op that hold its weight alike, and reads that once; those for an energy come first. Where the value is places in
+    its first input, `picks` gives what is found there: that is compared, and that has the noise, for of equal values
+    any may be
     taken. Where the value is one row of all tokens' values, which are `shaped_as` the input of that part, and of the
     states that they leave, what is wrong is told of each.
     """

@@ -112,7 +112,7 @@ _norm = partial(Kind, inputs=("x",), keeps_part=True, noise_of_any=_of_rows)
 
 KINDS = (
     _norm("rms_norm", rms_norm, compute=_computed, noise=_noise, scheme="rms_norm"),
-    _norm("layer_norm", layer_norm, noise=_of_rows, scheme="small"),
+    _norm("layer_norm", layer_norm, noise=_of_rows, scheme="norm"),
     _norm("l2_norm", l2_norm, noise=_of_rows),
-    _norm("group_norm", group_norm, noise=_of_rows, scheme="small"),
+    _norm("group_norm", group_norm, noise=_of_rows, scheme="norm"),
 )

@@ -185,13 +185,13 @@ def solve_tri(a: Tensor, b: Tensor) -> Tensor:
 
 
 KINDS = (
-    Kind("ssm_conv", ssm_conv, ("x",), scheme="kernels"),
+    Kind("ssm_conv", ssm_conv, ("x",), scheme="vectors"),
     Kind(
         "ssm_scan",
         ssm_scan,
         ("state", "x", "dt", "b", "c"),
         ("value",),
-        scheme="small",
+        scheme="vectors",
         shaped_as="x",
         noise=expressed_as(partial(ssm_scan, softplus=softplus_as_computed, logs=in_chunks)),
     ),
@@ -204,7 +204,7 @@ KINDS = (
         noise=expressed_as(partial(gated_delta_net, logs=in_chunks)),
     ),
     Kind("gated_linear_attn", gated_linear_attn, ("k", "v", "q", "gate", "state"), ("value",), shaped_as="v"),
-    Kind("rwkv_wkv6", rwkv_wkv6, ("k", "v", "r", "decay", "state"), ("value",), scheme="small", shaped_as="v"),
+    Kind("rwkv_wkv6", rwkv_wkv6, ("k", "v", "r", "decay", "state"), ("value",), scheme="vectors", shaped_as="v"),
     Kind("rwkv_wkv7", rwkv_wkv7, ("r", "decay", "k", "v", "a", "b", "state"), ("value",), shaped_as="v"),
     Kind("solve_tri", solve_tri, ("a", "b")),
 )
