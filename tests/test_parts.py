@@ -14,6 +14,7 @@ from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.graph import Graph, Op
 from tracediff.model.model import Model
 from tracediff.numerics.evaluate import computed
+from tracediff.numerics.kinds.attention import scores
 from tracediff.numerics.kinds.kind import Call
 from tracediff.pipeline import check_trace
 
@@ -112,6 +113,14 @@ def by_turns(graph: Graph) -> list[Op]:
     return [replace(op, function=function) for op in named(graph, "ffn_act")]
 
 
+def queries_reshaped(graph: Graph) -> list[Op]:
+    def function(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        n_tokens, n_heads, width = q.shape
+        return scores(q.reshape(n_heads, n_tokens, width).swapaxes(0, 1), k)
+
+    return [replace(op, function=function) for op in named(graph, "attn_scores")]
+
+
 def last_channels(graph: Graph) -> list[Op]:
     ops = [*named(graph, "attn_q_rope"), *named(graph, "attn_k_rope")]
     of = ops[0].attrs["rope"]
@@ -140,6 +149,8 @@ def findings(model: Model, out: Path, edit: Edit, capture: str) -> list[str]:
          "for theirs by turns."),
         ("glm4", last_channels, "all", "attn_q_rope and attn_k_rope in both layers: channels 8 to 15 of each head are "
          "rotated, where 0 to 7 are to be."),
+        ("gpt2", queries_reshaped, "all", "attn_scores in both layers, in step 0: a part of attn_qkv lies as [tokens, "
+         "heads, channels] and is read as [heads, tokens, channels]: a view as heads, without its transpose."),
         ("qwen3moe", first_expert, "all", "ffn_down_exps in both layers: slot s reads slot 0 of ffn_moe_topk, where s "
          "belongs."),
     ],
@@ -182,6 +193,27 @@ def test_numbers_that_differ_from_step_to_step_are_no_window(tiny: Tiny, tmp_pat
     said = findings(Model(tiny("lfm2")), tmp_path / "mine.trace", edit, "all")
     assert said
     assert not any("a window of" in text for text in said), said
+
+
+def test_three_parts_may_be_in_another_order_that_a_part_of_them_tells(tiny: Tiny, tmp_path: Path) -> None:
+    """Of dt, B and C the first came last, which dt alone does not tell from the reverse order: it was called that, and
+    what reads the two others as well, and then exchanged.
+    """
+    model = Model(tiny("mamba"))
+    dt, scan = model.graph["blk.1.ssm_x.copy"], model.graph["blk.1.ssm_scan"]
+    n_dt, n_state = dt.axes[1], scan.seen[3].shape[-1]
+    starts = {0: 2 * n_state, n_dt: 0, n_dt + n_state: n_state}
+    moved = []
+    for op in (dt, scan):
+        parts = [(at, view) for at, view in enumerate(op.seen) if view and op.inputs[at] == "blk.1.ssm_x"]
+        moved.append(op.seeing({at: replace(view, offset=starts[int(view.offset)]) for at, view in parts}))
+    path = trace_graph(model.graph.changed(*moved), model.file, tmp_path / "mine.trace", TOKENS, (97,))
+    first, second = (finding.text for finding in check_trace(path, model).findings)
+    assert (
+        first
+        == "ssm_x.copy in layer 1: ssm_x is split in another order: channels 80 to 87 are read where 0 to 7 belong."
+    )
+    assert "ssm_scan: ssm_x is split in another order, the first part last: channels 0 to 39 are read where" in second
 
 
 def test_an_infinite_value_that_is_passed_on_counts(tmp_path: Path) -> None:

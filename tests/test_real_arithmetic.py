@@ -29,6 +29,7 @@ from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
 from tracediff.diagnose.kin import Faulty, Kin
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.engine.transformers_run import load
 from tracediff.errors import EngineError
 from tracediff.judge import Policy
@@ -2215,3 +2216,44 @@ def test_axes_that_come_before_the_tokens_are_no_heads(tiny: Callable[[str], Pat
         name: KINDS[graph[name].kind].axis_names(graph[name], 3) for name in ("blk.0.corrected", "blk.0.attn_probs")
     }
     assert names == {"blk.0.corrected": ("slice", "token", "channel"), "blk.0.attn_probs": ("head", "token", "key")}
+
+
+def test_autocast_casts_kernels_and_what_gates_give_but_no_norms(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """mamba-minimal's convolution and gate, beside norms and a scan in float32: both were called mistaken."""
+    model, half = Model(tiny("mamba")), rounding_named("bf16")
+
+    def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.nn.functional.linear(x, weight, bias)
+
+    def in_half(op: Op) -> Op | None:
+        of: dict[str, Callable[..., Tensor]] = {
+            "linear": matmul,
+            "ssm_conv": lambda x, kernel: KINDS["ssm_conv"].function(x, half(kernel)),
+            "silu": lambda x: torch.nn.functional.silu(x.bfloat16()),
+            "swiglu": lambda gate, up: torch.nn.functional.silu(gate.bfloat16()) * up,
+        }
+        if op.kind == "add" and op.weights:
+            return replace(op, function=lambda x, bias: (x + half(bias)).bfloat16())
+        return replace(op, function=of[op.kind]) if op.kind in of else None
+
+    graph = model.graph.changed(*filter(None, map(in_half, model.graph)))
+    whole = trace_graph(graph, model.file, tmp_path / "whole.trace", (*TOKENS, 7), (84,))
+    path = some_of(whole, tmp_path / "t.trace", lambda name: not name.endswith("ssm_conv1d"))
+    result = check_trace(path, model)
+    assert (result.verdict, faulty(result)) == ("match", [])
+    assert "activated values in bfloat16" in said(result, "swiglu")
+
+
+def test_what_changes_no_value_is_no_arithmetic(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Values of bfloat16 fit float16, so activations in it fitted behind a matmul that was not recorded, as well."""
+    model = Model(tiny("rwkv7"))
+    whole = trace_torch(model.path, tmp_path / "whole.trace", TorchOptions(dtype="bf16"), (*TOKENS, 7), 1)
+    unseen = (
+        *("token_embd", "time_mix_lerp_fused", "time_mix_w1", "time_mix_a0", "time_mix_a2", "time_mix_g1"),
+        *("time_mix_ln", "channel_mix_lerp_k"),
+    )
+    path = some_of(whole, tmp_path / "t.trace", lambda name: split(name)[1] not in unseen)
+    result = check_trace(path, model)
+    assert (result.verdict, faulty(result)) == ("match", [])
+    assert not [op.op for op in result.ops if op.local and "float16" in op.local.arithmetic.replace("bfloat16", "")]

@@ -137,6 +137,21 @@ def test_a_state_is_not_undone_where_later_steps_read_it(tiny: Callable[[str], P
     assert [yet(finding) for finding in result.findings] == [""]
 
 
+def test_columns_that_the_next_step_reads_are_not_undone_in_their_own(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A convolution's first columns were kept, not its last: what reads the step's own columns was "yet right"."""
+    model = Model(tiny("mamba2"))
+    kept = model.graph["blk.1.conv_state_next"]
+    view = kept.views[0]
+    assert view is not None
+    graph = model.graph.changed(replace(kept, views=(replace(view, offset=1),)))
+    path = trace_graph(graph, model.file, tmp_path / "t.trace", TOKENS, (133,))
+    (finding,) = check_trace(path, model).findings
+    assert finding.ops == ("blk.1.conv_state_next",)
+    assert yet(finding) == ""
+
+
 def test_weights_of_experts_may_multiply_what_is_projected(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """The projection between is right by what was recorded, and the mistakes on both sides of it were two."""
     model = Model(tiny("qwen3moe"))

@@ -60,12 +60,16 @@ def _off_by_one(op: Op, context: Context) -> Variants:
 def _other_order(op: Op, context: Context) -> Variants:
     orders: dict[str, list[tuple[int, View, str]]] = {}  # an op that reads several parts reads all of them so
     for position, name, own in _parts(op):
-        for view, order, words in _elsewhere(own, context.graph[name]) if name in context.graph else ():
+        for view, order, words in _elsewhere(own, name, context.graph) if name in context.graph else ():
             both = f"{local_name(name)} is split in another order, {order}"
             orders.setdefault(both, []).append((position, view, words))
+    told: dict[tuple[tuple[int, View, str], ...], list[str]] = {}  # one part may be there in several orders
     for both, parts in orders.items():
-        seen = op.seeing({position: view for position, view, _ in parts})
-        yield Variant(seen, f"{both}: {'; '.join(words for _, _, words in parts)}", name=both)
+        told.setdefault(tuple(parts), []).append(both)
+    for read, ways in told.items():
+        both = ways[0] if len(ways) == 1 else ways[0][: ways[0].rindex(",")]
+        seen = op.seeing({position: view for position, view, _ in read})
+        yield Variant(seen, f"{both}: {'; '.join(words for _, _, words in read)}", name=both)
     for position, name, own in _parts(op):
         if blocks := _by_heads(own, context.graph[name]) if name in context.graph else None:
             whole, places = blocks
@@ -99,10 +103,11 @@ def _parts(op: Op) -> Iterator[tuple[int, str, View]]:
             yield position, name, own
 
 
-def _elsewhere(own: View, of: Op) -> Iterator[tuple[View, str, str]]:
-    """A part of each row, or of each head of it, at the other end; and a part of each head where all heads' parts lie
-    side by side.
+def _elsewhere(own: View, name: str, graph: Graph) -> Iterator[tuple[View, str, str]]:
+    """A part of each row, or of each head of it, at the other end, or where it is if the first or the last is moved to
+    the other end; and a part of each head where all heads' parts lie side by side.
     """
+    of = graph[name]
     row, offset = math.prod(axis for axis in of.axes[1:] if isinstance(axis, int)), own.offset
     if of.axes[0] != "T" or own.strides[own.shape.index("T") if "T" in own.shape else 0] != row or not _size(own):
         return
@@ -121,20 +126,36 @@ def _elsewhere(own: View, of: Op) -> Iterator[tuple[View, str, str]]:
         return
     if not isinstance(each, int) or n * each != row or offset + width > each:
         return  # no part of each
-    other, of_each = each - width - offset, f" of each {axes_of(of.name, 3)[1]}" if heads else ""
-    read = f"channels {other} to {other + width - 1}{of_each} are read where {offset} to {offset + width - 1} belong"
-    if other != offset:
-        yield replace(own, offset=other), "the last part first", read
+    of_each, belong = (
+        f" of each {axes_of(of.name, 3)[1]}" if heads else "",
+        f"where {offset} to {offset + width - 1} belong",
+    )
+    starts = sorted({view.offset for view in _views_of(name, graph) if isinstance(view.offset, int)} & {*range(each)})
+    mirrored = "the last part first" if len(starts) <= 2 else "the parts in the reverse order"
+    orders = {mirrored: each - width - offset}
+    if len(starts) > 2:
+        orders |= {
+            "the first part last": (offset - starts[1]) % each,
+            "the last part first": (offset - starts[-1]) % each,
+        }
+    for order, other in orders.items():
+        if other != offset and other + width <= each:
+            read = f"channels {other} to {other + width - 1}{of_each} are read {belong}"
+            yield replace(own, offset=other), order, read
     parts, first = each // width, offset // width
     if parts > 1 and each == parts * width and offset == first * width:
         strides = tuple(parts if one == (width, 1) else one[1] for one in zip(own.shape, own.strides, strict=True))
-        belong = f"where {offset} to {offset + width - 1} belong"
         turns = f"every {nth(parts)} channel{of_each} is read, from {first} on, {belong}"
         yield replace(own, offset=first, strides=strides), "the parts' channels by turns", turns
     if heads and width < each:
         strides = tuple(width if one == (n, each) else one[1] for one in zip(own.shape, own.strides, strict=True))
         run = f"the parts of all heads are read from channel {n * offset} on, where each head has its own"
         yield replace(own, offset=n * offset, strides=strides), "all heads' parts side by side", run
+
+
+def _views_of(name: str, graph: Graph) -> Iterator[View]:
+    """How the value is read."""
+    yield from (view for reader, position in graph.readers(name) if (view := reader.seen[position]) is not None)
 
 
 def _others(name: str, own: View, graph: Graph) -> Iterator[int]:
