@@ -144,7 +144,7 @@ def test_kernels_read_blocks_as_they_are_read(type_: str) -> None:
 
 LONG = {  # of each way to be wrong one type is enough
     ("Q4_1", "Shared"), ("Q4_1", "Kernel"), ("Q4_K", "OfBits"), ("Q5_0", "Order"), ("Q6_K", "OfBits"),
-    ("Q8_0", "Scaled"), ("Q5_K", "Kernel"), ("Q2_K", "Order"),
+    ("Q8_0", "Scaled"), ("Q5_K", "Kernel"), ("Q2_K", "Order"), ("Q3_K", "Order"),
 }  # fmt: skip
 
 

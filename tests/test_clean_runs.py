@@ -113,7 +113,11 @@ def test_hidden_states_of_a_loud_model_are_clean(
 
 @pytest.mark.parametrize(
     ("weights", "options", "n_decode"),
-    [("F16", {}, 0), ("Q8_0", FLASH | F16, 0), pytest.param("Q4_K_M", {}, 1, marks=pytest.mark.slow)],
+    [
+        ("F16", {}, 0),
+        pytest.param("Q8_0", FLASH | F16, 0, marks=pytest.mark.slow),
+        pytest.param("Q4_K_M", {}, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_logits_of_a_loud_model_are_clean(
     weights: str, options: dict[str, Any], n_decode: int, models: Models, llama_cpp_trace: Tracer

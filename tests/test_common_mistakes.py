@@ -599,6 +599,7 @@ def test_blocks_misread_in_all_matmuls_are_named_behind_hidden_states(models: Mo
     assert finding.text.startswith("ffn_residual in all 3 layers, and token_embd and output: ")
 
 
+@pytest.mark.slow
 def test_a_ring_is_no_window_where_sound_records_show_that_no_rounding_turns(models: Models, tmp_path: Path) -> None:
     """A window leaves less than the floor of 8-bit blocks allows, and all that the ring has besides."""
     model, size = models("k-quants", "Q8_0"), len(TOKENS) + 4
@@ -613,7 +614,7 @@ def test_a_ring_is_no_window_where_sound_records_show_that_no_rounding_turns(mod
 
 
 @pytest.mark.parametrize(("size", "end"), [(4, ", and the last holds zeros"), (6, "")])
-@pytest.mark.parametrize("kept", [{"attn_k_rope", "attn_v", "attn_kqv"}, COARSE])
+@pytest.mark.parametrize("kept", [{"attn_k_rope", "attn_v", "attn_kqv"}, pytest.param(COARSE, marks=pytest.mark.slow)])
 def test_a_ring_that_is_not_as_long_as_the_window_is_named(
     size: int, end: str, kept: set[str], tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:

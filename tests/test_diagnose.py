@@ -728,6 +728,7 @@ def test_a_number_that_no_list_holds_is_told_from_hidden_states(models, tmp_path
     assert all("rope's base is 12345 instead of" in op.cause.text for op in faulty)
 
 
+@pytest.mark.slow
 def test_a_known_mistake_in_all_layers_is_asked_before_an_arithmetic_is_composed(
     models: Models, torch_trace: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -944,7 +945,7 @@ def test_a_fault_that_would_undo_another_is_refused(models, torch_trace) -> None
         torch_trace(model, faults=faults)
 
 
-@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
 def test_keys_that_every_step_rotates_where_they_lie_are_one_mistake(capture: str, models, tmp_path: Path) -> None:
     """In the first decode step they are as those of which a rotated copy is read: later ones tell."""
     model = Model(models("k-quants"))
@@ -1020,6 +1021,7 @@ def test_what_looks_rounded_behind_hidden_states_is_the_mistake_of_the_other_lay
     assert not any("float16" in one.text for one in result.said if one.about == "arithmetic")
 
 
+@pytest.mark.slow
 def test_what_to_record_to_tell_is_of_that_mistake_alone(tmp_path: Path) -> None:
     """Rope, which is wrong too, tells nothing of a gate that may be exchanged with up."""
     model = write_model(tmp_path / "m.gguf", Shape("llama", n_layer=1, theta=1e6), "F32")

@@ -95,6 +95,7 @@ def test_a_part_of_a_wide_op_tells_its_arithmetic(
     assert 0 < read["blk.2.ffn_down.weight"] - n_whole < n_whole / 4
 
 
+@pytest.mark.slow
 def test_what_is_mistaken_at_a_glance_is_computed_once(
     sides: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +225,7 @@ def test_figures_are_the_same_in_pieces(odd: float, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(pieces.along, whole.along, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_hypotheses_that_are_looked_at_together_leave_what_each_does(
     models: Models, torch_trace: Tracer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

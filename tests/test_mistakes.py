@@ -305,6 +305,7 @@ def test_a_part_that_begins_a_head_early_is_named(tiny: Tiny, tmp_path: Path) ->
     )
 
 
+@pytest.mark.slow
 def test_a_mistake_of_prompts_alone_is_named_where_they_hand_on_a_state(tiny: Tiny, tmp_path: Path) -> None:
     """Of mamba2-minimal, whose chunks are computed otherwise than its steps: what steps read was recorded."""
     model = Model(tiny("mamba2"))
@@ -562,6 +563,7 @@ def test_the_factor_in_a_sigmoid_is_fitted(
     assert said_of(model, wrong, tmp_path) == {words}
 
 
+@pytest.mark.slow
 def test_what_shows_in_values_and_in_the_state_is_one_finding(tiny: Tiny, tmp_path: Path) -> None:
     """The scan's output, which holds both, was not recorded. Its words do not depend on the order of hashes."""
     model, words = Model(tiny("mamba2")), "C stands for B too"

@@ -337,6 +337,7 @@ def test_weights_that_an_engine_quantised_are_an_arithmetic(words: str, models: 
         assert {op.arithmetic for op in result.ops if op.op == "output"} == {"exact"}
 
 
+@pytest.mark.slow
 def test_what_ggml_adds_up_as_integers_others_multiply_as_floats(models: Models, tmp_path: Path) -> None:
     """Both round the same; the noise of integers is that of blocks, which is too little for an engine's float32."""
     rounded = rounding_named("q8_0")
@@ -594,6 +595,7 @@ class RoundedBefore:
         )
 
 
+@pytest.mark.slow
 def test_experts_share_the_scale_of_all_activations(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     model = tiny("qwen3moe")
 
@@ -619,6 +621,7 @@ def test_routers_in_floats_are_multiplied_as_they_are_beside_integers(
     assert (result.verdict, faulty(result)) == ("match", [])
 
 
+@pytest.mark.slow
 def test_another_tensor_has_a_scale_of_its_own(models: Models, tmp_path: Path) -> None:
     model = models("k-quants", "F16")
 
@@ -1570,6 +1573,7 @@ def test_values_tell_by_their_bits_what_they_are_held_in() -> None:
     assert stored_in_all([(six[:3], "f32"), (six[3:] / 3, "f32")]) is None
 
 
+@pytest.mark.slow
 def test_without_a_sum_nothing_tells_who_rounded(models: Models, torch_trace: Callable[..., Path]) -> None:
     model = models(SHAPE, "F32")
     words = words_of(check_trace(torch_trace(model, dtype="bf16", capture="layers"), model))

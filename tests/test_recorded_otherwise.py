@@ -128,6 +128,7 @@ def test_an_axis_of_a_batch_is_to_be_left_out(models: Models, torch_trace: Trace
     assert any("an axis of 1 in front, as of a batch: leave it out of the shape" in one.text for one in found)
 
 
+@pytest.mark.slow
 def test_another_architecture_is_said_before_what_follows(models: Models, torch_trace: Tracer) -> None:
     trace, model = torch_trace(models("qwen2", "Q8_0")), models("qwen2", "F16")
     lines = trace.read_text().split("\n", 1)

@@ -90,7 +90,7 @@ def test_rows_of_the_cache_are_told(
     assert finding.text == (f"all 3 layers (seen in attn_kqv): {READ} (blk.0.attn_kqv in step 0: {text}).")
 
 
-@pytest.mark.parametrize("arch", ["gpt-oss", "deepseek2"])
+@pytest.mark.parametrize("arch", ["gpt-oss", pytest.param("deepseek2", marks=pytest.mark.slow)])
 def test_rows_are_told_beside_sinks_and_of_latents(arch: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """A sink is one more row; of a latent cache heads see views."""
     path, model = fused(tiny(arch), other_at_3, tmp_path, TOKENS)

@@ -50,7 +50,11 @@ FACTORS = [1 + 10.0**e for e in (-6, -4, -2)] + [1.04, 1.05, 1.3, 30.0]
 
 @pytest.mark.parametrize(
     ("shape", "weights", "capture"),
-    [pytest.param(SMALL, "Q8_0", "logits", marks=pytest.mark.slow), (SMALL, "Q8_0", "layers"), (SMALL, "F16", "all")],
+    [
+        pytest.param(SMALL, "Q8_0", "logits", marks=pytest.mark.slow),
+        pytest.param(SMALL, "Q8_0", "layers", marks=pytest.mark.slow),
+        (SMALL, "F16", "all"),
+    ],
 )
 def test_no_larger_error_passes_where_a_smaller_one_does_not(
     shape: Shape, weights: str, capture: str, models: Any, torch_trace: Any

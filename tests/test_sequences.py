@@ -238,6 +238,7 @@ def test_tokens_that_are_fed_again_from_the_middle_on_are_refused(models: Models
         check_trace(path, models("qwen3"))
 
 
+@pytest.mark.slow
 def test_values_by_head_are_split_by_their_tokens(tiny: Callable[[str], Path], cli: Cli, tmp_path: Path) -> None:
     """Latent attention's keys are [heads, tokens, channels]: they were cut as rows of keys are, or by heads."""
     model, prompts = tiny("deepseek2"), ("--tokens", "256,3,5,7,9,11", "--tokens", "256,4,6,8")  # six heads
@@ -294,6 +295,7 @@ def test_what_follows_rejected_drafts_is_read_without_them(models: Models, cli: 
     assert (code, "from there on it is called sequence 1" in " ".join(said.split())) == (0, True)
 
 
+@pytest.mark.slow
 def test_rejected_drafts_that_stay_in_the_cache_are_a_mistake(models: Models, tmp_path: Path) -> None:
     model = Model(models("qwen3", "F32"))
     result = check_trace(drafted(model, tmp_path / "a.trace", kept=10, rollback=True), model)

@@ -153,6 +153,7 @@ def test_single_tokens_may_be_as_prompts_but_for_activations(
     assert (result.verdict == "match") == (factor == 1)
 
 
+@pytest.mark.slow
 def test_queries_and_keys_that_are_scaled_before_they_are_rounded(models: Models, tmp_path: Path) -> None:
     """PyTorch's attention of float32 in TF32, where no kernel of its own suits: an H200 did so of hidden states."""
     model, share = Model(models(SHAPE, "F16")), float(np.float32(32**-0.25))

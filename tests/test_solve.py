@@ -1406,6 +1406,7 @@ def test_positions_beyond_a_table_are_one_finding(
     assert {op.cause and op.cause.text for op in faulty} == {said}
 
 
+@pytest.mark.slow
 def test_decode_steps_that_count_from_0_are_no_remainder_of_their_positions(models: Models, tmp_path: Path) -> None:
     """Whose first is 0 by itself, too: "position p is taken for p % 5" was said."""
 
@@ -1514,7 +1515,9 @@ def test_a_step_that_reads_its_key_before_it_is_cached_is_one_finding(models: Mo
             "attn_v, the last position has the values of the one before it",
             marks=pytest.mark.slow,
         ),
-        ("attn_scores", slot(3, lambda k: 0.0), "as it reads attn_k_rope, key 3 is 0"),
+        pytest.param(
+            "attn_scores", slot(3, lambda k: 0.0), "as it reads attn_k_rope, key 3 is 0", marks=pytest.mark.slow
+        ),
         pytest.param(
             "attn_scores", lambda k: k.flip(1), "as it reads attn_k_rope, key heads reversed", marks=pytest.mark.slow
         ),
@@ -1684,6 +1687,7 @@ def test_a_known_mistake_of_decode_steps_alone_is_named(models: Models, tmp_path
     }
 
 
+@pytest.mark.slow
 def test_a_mistake_that_takes_the_prompt_further_off_is_made_in_some_steps_alone(
     models: Models, tmp_path: Path
 ) -> None:
@@ -1812,6 +1816,7 @@ def in_halves(model: Path, folder: Path, change: Callable[[Op], Op], tokens: int
     return folder / "scaled.trace"
 
 
+@pytest.mark.slow
 def test_another_value_in_a_cache_of_float16_is_found(models: Models, tmp_path: Path) -> None:
     """Of no record of that op did its arithmetic fit, and what stood for V was not rounded as V is."""
 

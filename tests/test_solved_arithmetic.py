@@ -126,7 +126,7 @@ def test_what_no_list_has_matches(name: str, weights: str, models: Models, tmp_p
     assert (result.verdict, said(result)) == ("match", {phrase("activations", name)})
 
 
-@pytest.mark.parametrize("by_kept", [True, False])
+@pytest.mark.parametrize("by_kept", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
 def test_matrices_in_integers_with_scales_in_bfloat16_match(
     by_kept: bool, capture: Capture, models: Models, tmp_path: Path
@@ -153,6 +153,7 @@ def test_matrices_in_integers_with_scales_in_bfloat16_match(
     assert said(result) == {phrase("weights", f"{name} then bf16")}
 
 
+@pytest.mark.slow
 def test_integers_by_inverse_scales_in_bfloat16_match(models: Models, tmp_path: Path) -> None:
     """Keras' int8 in bfloat16 (quantizers.py, `abs_max_quantize`; dense.py, `_int8_call`): of a token and of a row of
     weights 127 / (amax + 1e-7) is kept, and a token's values are rounded before they become integers. All matmuls were
@@ -187,6 +188,7 @@ def test_hidden_states_have_what_the_head_tells(models: Models, tmp_path: Path) 
     assert (result.verdict, words) == ("match", {phrase("activations", "int8/32 to 127 by bf16")})
 
 
+@pytest.mark.slow
 def test_each_matmul_may_have_a_scale_that_was_measured_beforehand(models: Models, tmp_path: Path) -> None:
     """Of the prompt with a margin; matrices of fewer rows than columns do not tell what they multiplied."""
     scales: dict[tuple[int, ...], Tensor] = {}

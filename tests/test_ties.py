@@ -86,6 +86,7 @@ def test_one_pair_of_a_token_changes_places_the_closest_first() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_what_is_held_in_half_precision_is_so_in_any_type_that_it_is_written_as(tiny: Tiny, tmp_path: Path) -> None:
     model = Model(tiny("olmo2"))
     floors = []
