@@ -126,10 +126,8 @@ def _elsewhere(own: View, name: str, graph: Graph) -> Iterator[tuple[View, str, 
         return
     if not isinstance(each, int) or n * each != row or offset + width > each:
         return  # no part of each
-    of_each, belong = (
-        f" of each {axes_of(of.name, 3)[1]}" if heads else "",
-        f"where {offset} to {offset + width - 1} belong",
-    )
+    of_each = f" of each {axes_of(of.name, 3)[1]}" if heads else ""
+    belong = f"where {offset} to {offset + width - 1} belong"
     starts = sorted({view.offset for view in _views_of(name, graph) if isinstance(view.offset, int)} & {*range(each)})
     mirrored = "the last part first" if len(starts) <= 2 else "the parts in the reverse order"
     orders = {mirrored: each - width - offset}
@@ -163,9 +161,8 @@ def _others(name: str, own: View, graph: Graph) -> Iterator[int]:
     if not _size(own):
         return
     seen, row = {own.offset}, math.prod(n for n in graph[name].axes if isinstance(n, int)) if name in graph else 0
-    for reader, position in graph.readers(name):
-        view = reader.seen[position]
-        if view is None or not isinstance(view.offset, int) or (row and view.offset + _reach(own) >= row):
+    for view in _views_of(name, graph):
+        if not isinstance(view.offset, int) or (row and view.offset + _reach(own) >= row):
             continue
         if _size(view) == _size(own) and view.offset not in seen:
             seen.add(view.offset)

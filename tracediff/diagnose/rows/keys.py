@@ -82,7 +82,7 @@ def _keys(replay: Replay, record: OpRecord, scheme: Scheme) -> _Read | None:
                 by_heads[key], made[:, sees, key] = heads
     if 2 * len(by_heads) > len(k):  # as where all lies in another layout: one cause, and no matter of single keys
         by_heads = {}
-    if all(which[key] == _NONE for key in asked - by_heads.keys()) and not by_heads:
+    if not by_heads and all(which[key] == _NONE for key in asked):
         return None  # the queries may be others as well
     return _Read(rows, which, made, by_heads) if which != [*range(len(k))] else None
 

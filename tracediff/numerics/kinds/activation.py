@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tracediff.numerics.error_rules import of_sigmoid
 from tracediff.numerics.floors import TINY, Noise
-from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, exponential, kept, wide
+from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, exponential, kept, rounded_between, wide
 from tracediff.numerics.roundings import half, rounding_named
 from tracediff.numerics.running import running
 
@@ -85,17 +85,12 @@ def _swiglu(call: Call) -> Tensor:
 
 
 def _swiglu_noise(made: Made) -> Noise:
-    """That of a sigmoid, and of its product with gate and up; where what is between them is rounded, and lies so near
-    the middle of two numbers that it may be either, what these are apart.
-    """
+    """That of a sigmoid, and of its product with gate and up, be what is between them rounded."""
     own, between = _product_noise(made), made.arithmetic.operands
     if between == "f64" or made.op.function:
         return own
     gate, up = (wide(x) for x in made.inputs)
-    rounding, activated = rounding_named(between), silu(gate)
-    step = rounding.step(activated)
-    middle = (step / 2 - (activated - rounding(activated)).abs()) * up.abs()
-    return replace(own, hard=own.hard + torch.where(middle <= own.bound(), step * up.abs(), 0.0))
+    return rounded_between(own, silu(gate), rounding_named(between), up)
 
 
 def _product_noise(made: Made) -> Noise:

@@ -12,7 +12,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import axes_of, local_name, token_axis
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.exponentials import approximated
-from tracediff.numerics.floats import HALVES
+from tracediff.numerics.floats import HALVES, Rounding
 from tracediff.numerics.floors import TINY, UNIT, Noise
 from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.running import running
@@ -145,6 +145,15 @@ def one_rounding(made: Made) -> Noise:
     return Noise(torch.zeros_like(made.y), made.stored + made.unit * made.size)
 
 
+def rounded_between(own: Noise, between: Tensor, rounding: Rounding, factor: Tensor) -> Noise:
+    """Of an op that rounds what is between its parts, and multiplies that by a factor: its own noise, and where what is
+    rounded lies so near the middle of two numbers that it may be either, what these are apart.
+    """
+    step, size = rounding.step(between), factor.abs()
+    middle = (step / 2 - (between - rounding(between)).abs()) * size
+    return replace(own, hard=own.hard + torch.where(middle <= own.bound(), step * size, 0.0))
+
+
 def none(made: Made) -> Noise:
     """Of an op that computes nothing, but for storing it."""
     return Noise(torch.zeros_like(made.y), made.stored)
@@ -181,9 +190,8 @@ class Kind:
     engine rounds in it: of weights that are neither matrices nor norms' `vectors`. `together` computes several calls of
     an op that hold its weight alike, and reads that once; those for an energy come first. Where the value is places in
     its first input, `picks` gives what is found there: that is compared, and that has the noise, for of equal values
-    any may be
-    taken. Where the value is one row of all tokens' values, which are `shaped_as` the input of that part, and of the
-    states that they leave, what is wrong is told of each.
+    any may be taken. Where the value is one row of all tokens' values, which are `shaped_as` the input of that part,
+    and of the states that they leave, what is wrong is told of each.
     """
 
     name: str

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tracediff.numerics.floors import Noise
-from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, held, kept, wide
+from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, held, kept, rounded_between, wide
 from tracediff.numerics.roundings import rounding_named
 
 _ROWS = 8  # that are looked at for equal values
@@ -56,14 +56,9 @@ class RoundedBetween:
         return kept(scaled(rounding_named(self.dtype)(normed), *map(wide, held(call))), call.weights)
 
     def noise(self, made: Made) -> Noise:
-        """That of the norm; where the value lies so near the middle of two numbers that it may be rounded to either,
-        the weight times what these are apart.
-        """
-        rounding, weight = rounding_named(self.dtype), held(made)[0]
-        x = made.function(*made.inputs, **made.op.attrs)
-        own, step = _of_norm(made), rounding.step(x)
-        middle = (step / 2 - (x - rounding(x)).abs()) * weight.abs()
-        return replace(own, hard=own.hard + torch.where(middle <= own.bound(), step * weight.abs(), 0.0))
+        """That of the norm, whose value may be rounded to either of two numbers before its weight multiplies it."""
+        normed = made.function(*made.inputs, **made.op.attrs)
+        return rounded_between(_of_norm(made), normed, rounding_named(self.dtype), held(made)[0])
 
 
 def _computed(call: Call) -> Tensor:
